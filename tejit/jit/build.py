@@ -10,7 +10,7 @@ import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from . import cache, process, workspace
+from . import cache, maintain, process, workspace
 from .cache import Entry, Miss
 from .errors import CacheError, TejitError, ToolchainError
 from .lock import BuildLock
@@ -175,6 +175,8 @@ class Task:
         entry = self._publish(built, manifest)
         say(f"built in {seconds:.1f} s -> {entry.file}", quiet=self._build.settings.quiet)
         self.result = entry
+        if entry.root is not None:
+            maintain.trim(entry.root, self._build.settings, keep=[entry.folder])
 
     def _publish(self, built: str, manifest: dict[str, Any]) -> Entry:
         assert self._space is not None

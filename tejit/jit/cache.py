@@ -156,8 +156,6 @@ def publish(built: str, log: str, manifest: dict[str, Any], part: Part, root: Ro
                 return open_entry(final, part, root)
             try:
                 return open_entry(final, part, root)
-            except FileNotFoundError:
-                continue
             except (OSError, Damaged):
                 move_aside(final)
         raise OSError(f"{final} cannot be replaced")
@@ -172,10 +170,15 @@ def move_aside(folder: str) -> None:
         os.rename(folder, bad)
     except FileNotFoundError:
         return
-    if os.path.islink(bad) or not os.path.isdir(bad):
-        os.unlink(bad)
+    remove(bad)
+
+
+def remove(path: str) -> None:
+    """Remove a file, a link or a whole directory as far as possible."""
+    if os.path.islink(path) or not os.path.isdir(path):
+        os.unlink(path)
     else:
-        shutil.rmtree(bad, ignore_errors=True)
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def write_file(path: str, data: bytes) -> None:

@@ -90,8 +90,8 @@ def _load_host(settings: Settings, *, build: bool) -> None:
     """Load the host part, at import also the parts of the GPUs present; keep and warn of what fails."""
     try:
         host = host_part(_state.sources)
-        archs = _wanted_archs(settings) if settings.compile == "import" else ()
-        parts = [host, *(device_part(_state.sources, arch, _cuda_major()) for arch in archs)]
+        archs = wanted_archs(settings) if settings.compile == "import" else ()
+        parts = [host, *(device_part(_state.sources, arch, cuda_major()) for arch in archs)]
         found = _obtain(parts, settings, build=build)
         outcome = found.get(host.name)
         if outcome is None:
@@ -124,9 +124,9 @@ def _host_failed(error: TejitError) -> None:
     warn_once(f"{error}\nthe kernels are not used, the slower reference computes")
 
 
-def _wanted_archs(settings: Settings) -> tuple[str, ...]:
+def wanted_archs(settings: Settings) -> tuple[str, ...]:
     """Architectures to load at import: TEJIT_ARCH, else those of the GPUs present that have kernels."""
-    if not _cuda_major():
+    if not cuda_major():
         return ()
     if settings.archs is not None:
         return settings.archs
@@ -137,7 +137,7 @@ def _wanted_archs(settings: Settings) -> tuple[str, ...]:
     return tuple(arch for arch in map(arch_of, present) if arch is not None)
 
 
-def _cuda_major() -> str:
+def cuda_major() -> str:
     """Major version of the CUDA that torch was built with; "" for a build without."""
     import torch
 
@@ -287,6 +287,11 @@ def host_error() -> TejitError | None:
     return _state.host_error
 
 
+def loaded_path() -> str | None:
+    """The file of the host part that is loaded."""
+    return _state.library_path
+
+
 def ensure_host() -> TejitError | None:
     """Load the host part at first use (TEJIT_COMPILE=lazy), built where needed; return its error."""
     with _state.lock:
@@ -321,10 +326,10 @@ def ensure_arch(cc: int) -> TejitError | None:
         arch = arch_of(cc)
         if arch is None:
             error = _unsupported(cc)
-        elif not _cuda_major():
+        elif not cuda_major():
             error = ToolchainError("this torch is built without CUDA", "install a CUDA build of torch")
         else:
-            part = device_part(_state.sources, arch, _cuda_major())
+            part = device_part(_state.sources, arch, cuda_major())
             try:
                 outcome: Entry | TejitError = _obtain([part], settings, build=True)[part.name]
             except TejitError as problem:
@@ -335,15 +340,16 @@ def ensure_arch(cc: int) -> TejitError | None:
         return error
 
 
-def warm(archs: str | Sequence[str] | None = None) -> dict[str, str]:
+def warm(archs: str | Sequence[str] | None = None, sources: str | None = None) -> dict[str, str]:
     """Build what is missing in the cache and, in a process that wanted it at import, load it.
 
     Args:
         archs: architectures such as "90a" or ["90a", "100a"]; None: TEJIT_ARCH, else the GPUs present.
             On a build of torch without CUDA only the host part is built.
+        sources: root of the C++ and CUDA sources; None: the package's own.
 
     Returns:
-        The file of each part, by its name ("host", "sm_90a").
+        The file of each part, by its name ("host", "sm_90a"); nothing under TEJIT_BACKEND=torch.
 
     Raises:
         ValueError: an architecture is unreadable or has no kernels.
@@ -352,22 +358,24 @@ def warm(archs: str | Sequence[str] | None = None) -> dict[str, str]:
     """
     with _state.lock:
         settings = read_settings()
+        if settings.backend == "torch":
+            return {}
         if not sys.platform.startswith("linux"):
             raise ToolchainError(
                 f"kernels are compiled on Linux only, this is {sys.platform}", "the reference computes here"
             )
-        wanted = parse_archs(archs, "archs") if archs else _wanted_archs(settings)
-        if not _cuda_major():
+        wanted = parse_archs(archs, "archs") if archs else wanted_archs(settings)
+        if not cuda_major():
             wanted = ()
-        root = _state.sources or default_root()
-        parts = [host_part(root), *(device_part(root, arch, _cuda_major()) for arch in wanted)]
+        root = sources or _state.sources or default_root()
+        parts = [host_part(root), *(device_part(root, arch, cuda_major()) for arch in wanted)]
         found = _obtain(parts, settings, build=True)
         for part in parts:
             outcome = found[part.name]
             if isinstance(outcome, TejitError):
                 raise outcome
         entries = {name: entry for name, entry in found.items() if isinstance(entry, Entry)}
-        if _state.settings is not None and settings.backend != "torch":
+        if _state.settings is not None:
             if _state.library is None:
                 _open_library(entries[parts[0].name], parts[0], settings)
                 _state.host_error = None
