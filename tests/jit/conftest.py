@@ -161,6 +161,18 @@ class Done:
     status: int
 
 
+_earlier: list[Any] = []
+
+
+def forget_what_is_loaded() -> None:
+    """Make this process one that has not called `load` yet: `import tejit` may have done so."""
+    from tejit.jit import loader, messages
+
+    _earlier.append(loader._state)  # its callback must outlive the library that points to it
+    loader._state = loader._State()
+    messages.forget()
+
+
 def _show(
     message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None
 ) -> None:
@@ -186,6 +198,7 @@ def fork(
             os.close(err_receive)
             os.dup2(err_send, 2)
             sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+            forget_what_is_loaded()
             warnings.showwarning = _show  # pytest would keep them
             warnings.simplefilter("default")
             for name, value in (env or {}).items():
