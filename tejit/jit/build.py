@@ -7,16 +7,17 @@ import os
 import select
 import subprocess
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from . import cache, maintain, process, workspace
-from .cache import Entry, Miss
-from .errors import CacheError, TejitError, ToolchainError
+from .cache import Entry, Found
+from .errors import CacheError, CompileError, TejitError, ToolchainError
 from .lock import BuildLock
 from .messages import say, warn_once
+from .nvrtc import Nvrtc, check_nvrtc, find_nvrtc
 from .parts import SCHEMA, Part
-from .roots import Root, choose, roots
+from .roots import CHOOSE, Root, choose, is_full, roots
 from .settings import Settings
 from .toolchain import Compiler, Nvcc, check_nvcc, find_host_compiler, find_ninja, find_nvcc, pip_line
 
@@ -51,20 +52,26 @@ class Toolchain:
         assert isinstance(found, Compiler)
         return found
 
-    def nvcc(self, part: Part) -> Nvcc:
-        """An nvcc that can compile `part` for this torch."""
+    def device(self, arch: str) -> Nvcc | Nvrtc:
+        """An nvcc that can compile `arch` for this torch; where there is no nvcc at all, an NVRTC."""
         import torch
 
         torch_cuda = str(torch.version.cuda)
-        found = self._once("nvcc", lambda: find_nvcc(self._settings))
-        if found is None:
+        nvcc = self._once("nvcc", lambda: find_nvcc(self._settings))
+        if nvcc is not None:
+            assert isinstance(nvcc, Nvcc)
+            check_nvcc(nvcc, torch_cuda, arch)
+            return nvcc
+        try:
+            nvrtc = self._once("nvrtc", lambda: find_nvrtc(torch_cuda))
+        except ToolchainError as error:
             raise ToolchainError(
-                f"no nvcc, the kernels for {part.label} cannot be compiled",
+                f"no nvcc, the kernels for sm_{arch} cannot be compiled; {error.what}",
                 f"{pip_line(torch_cuda)}, or point TEJIT_NVCC at an nvcc of CUDA {torch_cuda.split('.')[0]}",
-            )
-        assert isinstance(found, Nvcc)
-        check_nvcc(found, torch_cuda, [str(part.arch)])
-        return found
+            ) from error
+        assert isinstance(nvrtc, Nvrtc)
+        check_nvrtc(nvrtc, torch_cuda, arch)
+        return nvrtc
 
 
 class Task:
@@ -75,12 +82,15 @@ class Task:
         self.result: Entry | TejitError | None = None
         self.child: subprocess.Popen[bytes] | None = None
         self._build = build
-        self._lock = BuildLock(build.root, part.key, part.label)
+        self._lock = BuildLock(build.root, part.key, part.label, build.settings)
         self._arrived = time.monotonic()
+        self._arrived_at = time.time()
+        self._full: list[str] = []  # where a compiler ran out of space
         self._said_waiting = False
         self._space: workspace.Workspace | None = None
         self._facts: dict[str, Any] = {}
         self._started = 0.0
+        self._fill: Callable[[workspace.Workspace], tuple[list[str], dict[str, str]]]
 
     def step(self, may_start: bool) -> None:
         """Go on as far as possible without waiting."""
@@ -92,6 +102,8 @@ class Task:
                 self._finish(self.child.returncode)
         except TejitError as error:
             self.result = error
+            if isinstance(error, CompileError):
+                self._lock.note_failure(error)
         except OSError as error:
             self.result = CacheError(
                 f"building {self.part.label} failed: {error}", "set TMPDIR or TEJIT_CACHE_DIR to another disk"
@@ -127,35 +139,63 @@ class Task:
 
     def _start(self) -> None:
         build, part = self._build, self.part
-        # Whoever held the lock before has probably published what is wanted here.
-        found = cache.find(roots(build.settings), part, build.avoid)
-        if isinstance(found, Entry):
-            self.result = found
+        # Whoever held the lock before has probably published what is wanted here, or met what fails here too.
+        self.result = cache.find(roots(build.settings), part, build.avoid).entry
+        self.result = self.result or self._lock.failure_since(self._arrived_at)
+        if self.result is not None:
             return
         tools = build.tools
-        nvcc = None if part.is_host else tools.nvcc(part)
-        compiler = tools.host(nvcc)
-        ninja = tools.ninja()
-        with_what = f"{nvcc} + {compiler}" if nvcc else str(compiler)
-        self._facts = {
-            "builder": "nvcc" if nvcc else "c++",
-            "toolkit": nvcc.version if nvcc else None,
-            "compiler": str(compiler),
-        }
+        device = tools.device(part.arch) if part.arch else None
+        if isinstance(device, Nvrtc):
+            with_what = str(device)
+            self._facts = {"builder": "nvrtc", "toolkit": device.version, "compiler": None}
+            self._fill = workspace.Workspace.fill_nvrtc
+        else:
+            compiler, ninja = tools.host(device), tools.ninja()
+            with_what = f"{device} + {compiler}" if device else str(compiler)
+            self._facts = {
+                "builder": "nvcc" if device else "c++",
+                "toolkit": device.version if device else None,
+                "compiler": str(compiler),
+            }
+            self._fill = lambda space: space.fill(compiler, device, ninja)
         self._started = time.monotonic()
         say(
             f"building kernels for {part.label} with {with_what} (first use here, usually 3-15 s) ...",
             quiet=build.settings.quiet,
         )
-        self._space = workspace.Workspace(part, build.root)
-        command, env = self._space.fill(compiler, nvcc, ninja)
-        self.child = process.start(command, self._space.folder, self._space.log, env)
+        self._compile()
+
+    def _compile(self) -> None:
+        """Start the child, in the first directory whose disk is not known to be full."""
+        while True:
+            space = self._space = workspace.Workspace(self.part, self._build.root, self._full)
+            try:
+                command, env = self._fill(space)
+                self.child = process.start(command, space.folder, space.log, env)
+                return
+            except OSError as error:
+                if not is_full(error):
+                    raise
+            self._leave_full_disk()
+
+    def _leave_full_disk(self) -> None:
+        assert self._space is not None
+        if self.child is not None:
+            process.end_session(self.child)
+            self.child = None
+        self._full.append(self._space.base)
+        self._space.remove()
 
     def _finish(self, status: int) -> None:
         assert self._space is not None
         built = self._space.built
         if status != 0 or not os.path.isfile(built):
-            raise self._failure(status)
+            if not self._space.ran_out_of_space():
+                raise self._failure(status)
+            self._leave_full_disk()
+            self._compile()
+            return
         seconds = time.monotonic() - self._started
         with open(built, "rb") as file:
             data = file.read()
@@ -164,7 +204,7 @@ class Task:
             "key": self.part.key,
             "part": self.part.name,
             "identity": self.part.identity,
-            "file": cache.LIBRARY,
+            "file": cache.CUBIN if built.endswith(".cubin") else cache.LIBRARY,
             "size": len(data),
             "sha256": hashlib.sha256(data).hexdigest(),
             "built": time.time(),
@@ -180,12 +220,17 @@ class Task:
 
     def _publish(self, built: str, manifest: dict[str, Any]) -> Entry:
         assert self._space is not None
-        root, reason = self._build.root, "no directory can hold it"
-        if root is not None:
+        root, refused = self._build.root, []
+        reason = "no directory can hold it"
+        while root is not None:
             try:
                 return cache.publish(built, self._space.log, manifest, self.part, root)
             except OSError as error:
                 reason = f"{root.path}: {error.strerror or error}"
+                refused.append(root.path)
+            root, _ = choose(self._build.settings, refused)
+            if root is not None:
+                warn_once(f"{reason}; {root.path} is used instead ({CHOOSE})")
         entry = workspace.keep_private(built, self._space.log, manifest, self.part)
         warn_once(f"{self.part.label} is compiled but not cached, it serves this process only: {reason}")
         return entry
@@ -207,14 +252,14 @@ class Build:
 
 
 def build(
-    missing: Sequence[tuple[Part, Miss]], settings: Settings, avoid: Collection[str] = ()
+    missing: Sequence[tuple[Part, Found]], settings: Settings, avoid: Collection[str] = ()
 ) -> dict[str, Entry | TejitError]:
     """Build the missing parts and return, by part name, the entry or the error of each.
 
     Where the host part fails, the others are not tried: nothing could call their kernels.
 
     Raises:
-        CacheError: TEJIT_CACHE_DIR is set and cannot take an entry.
+        CacheDirError: TEJIT_CACHE_DIR is set and cannot take an entry.
     """
     for _, miss in missing:
         for folder, reason in miss.damaged:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import stat
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from . import leftovers
 from .parts import SCHEMA, Part
 from .roots import Root, distrust, distrust_root, distrust_stat, explicit_error
 
@@ -36,9 +36,10 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Miss:
-    """Why a part was not found: nothing there, or something that cannot be used."""
+class Found:
+    """What a look-up came to: the entry, if there is one, and what it had to pass over."""
 
+    entry: Entry | None = None
     damaged: tuple[tuple[str, str], ...] = ()  # (folder, reason)
     skipped: tuple[tuple[str, str], ...] = ()  # roots that are not trusted: (path, reason)
 
@@ -47,14 +48,14 @@ class Damaged(Exception):
     """An entry is there but is not what it says it is."""
 
 
-def find(roots: Iterable[Root], part: Part, avoid: Collection[str] = ()) -> Entry | Miss:
+def find(roots: Iterable[Root], part: Part, avoid: Collection[str] = ()) -> Found:
     """Look `part` up in `roots`. Reads only.
 
     Args:
         avoid: entry folders that are known to be of no use.
 
     Raises:
-        CacheError: TEJIT_CACHE_DIR is not trusted.
+        CacheDirError: TEJIT_CACHE_DIR is not trusted.
     """
     damaged: list[tuple[str, str]] = []
     skipped: list[tuple[str, str]] = []
@@ -69,7 +70,8 @@ def find(roots: Iterable[Root], part: Part, avoid: Collection[str] = ()) -> Entr
         if folder in avoid:
             continue
         try:
-            return open_entry(folder, part, root)
+            entry = open_entry(folder, part, root)
+            return Found(entry, tuple(damaged), tuple(skipped))
         except FileNotFoundError as error:
             if os.path.lexists(folder):
                 damaged.append((folder, f"{os.path.basename(error.filename or folder)} is missing"))
@@ -77,7 +79,7 @@ def find(roots: Iterable[Root], part: Part, avoid: Collection[str] = ()) -> Entr
             damaged.append((folder, error.strerror or str(error)))
         except Damaged as error:
             damaged.append((folder, str(error)))
-    return Miss(tuple(damaged), tuple(skipped))
+    return Found(None, tuple(damaged), tuple(skipped))
 
 
 def open_entry(folder: str, part: Part, root: Root | None) -> Entry:
@@ -137,12 +139,12 @@ def publish(built: str, log: str, manifest: dict[str, Any], part: Part, root: Ro
     Raises:
         OSError: the root cannot take it (disk full, gone, read-only).
     """
-    staging = os.path.join(root.store, f".staging-{os.getpid()}-{os.urandom(6).hex()}")
+    staging = os.path.join(root.store, leftovers.new_name(leftovers.STAGING))
     final = os.path.join(root.store, part.key)
     os.mkdir(staging, 0o700)
     try:
-        _copy(built, os.path.join(staging, str(manifest["file"])))
-        _copy(log, os.path.join(staging, LOG))
+        copy(built, os.path.join(staging, str(manifest["file"])))
+        copy(log, os.path.join(staging, LOG))
         write_file(os.path.join(staging, MANIFEST), json.dumps(manifest, indent=1, sort_keys=True).encode())
         _sync_folder(staging)
         for _ in range(3):
@@ -160,25 +162,17 @@ def publish(built: str, log: str, manifest: dict[str, Any], part: Part, root: Ro
                 move_aside(final)
         raise OSError(f"{final} cannot be replaced")
     finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        leftovers.remove(staging)
 
 
 def move_aside(folder: str) -> None:
     """Take an entry out of its place, at once for all who look, and remove it as far as possible."""
-    bad = os.path.join(os.path.dirname(folder), f".bad-{os.getpid()}-{os.urandom(6).hex()}")
+    bad = os.path.join(os.path.dirname(folder), leftovers.new_name(leftovers.BAD))
     try:
         os.rename(folder, bad)
     except FileNotFoundError:
         return
-    remove(bad)
-
-
-def remove(path: str) -> None:
-    """Remove a file, a link or a whole directory as far as possible."""
-    if os.path.islink(path) or not os.path.isdir(path):
-        os.unlink(path)
-    else:
-        shutil.rmtree(path, ignore_errors=True)
+    leftovers.remove(bad)
 
 
 def write_file(path: str, data: bytes) -> None:
@@ -189,7 +183,8 @@ def write_file(path: str, data: bytes) -> None:
         os.fsync(out.fileno())
 
 
-def _copy(source: str, target: str) -> None:
+def copy(source: str, target: str) -> None:
+    """`write_file` with the bytes of another file."""
     with open(source, "rb") as data:
         write_file(target, data.read())
 

@@ -1,4 +1,4 @@
-"""Run by path in a process of its own: compile one part with torch's load_inline.
+"""Run by path in a process of its own: compile one part, with torch's load_inline or with NVRTC.
 
 Argument: the path of a JSON request (see workspace.py). Standard library only, until the parent's search path
 is set.
@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 import threading
+from typing import Any
 
 
 def _leave_with_parent(folder: str) -> None:
@@ -36,12 +37,7 @@ def _leave_with_parent(folder: str) -> None:
     os.kill(own, signal.SIGKILL)
 
 
-def main(request_path: str) -> int:
-    with open(request_path, encoding="utf-8") as file:
-        request = json.load(file)
-    threading.Thread(target=_leave_with_parent, args=(request["folder"],), daemon=True).start()
-    sys.path[:] = request["sys_path"]
-
+def _load_inline(request: dict[str, Any]) -> None:
     import torch
     from torch.utils import cpp_extension
 
@@ -55,21 +51,55 @@ def main(request_path: str) -> int:
         cpp_extension.remove_extension_h_precompiler_headers = lambda: None
 
     print(f"torch {torch.__version__}, python {sys.version.split()[0]}", flush=True)
-    cuda = request["unit"] if request["cuda"] else None
+    cuda = request["builder"] == "nvcc"
     cpp_extension.load_inline(
         name=request["name"],
-        cpp_sources=[""] if request["cuda"] else [request["unit"]],
-        cuda_sources=[cuda] if cuda else None,
+        cpp_sources=[""] if cuda else [request["unit"]],
+        cuda_sources=[request["unit"]] if cuda else None,
         extra_cflags=request["cflags"],
         extra_cuda_cflags=request["cuda_cflags"],
         extra_ldflags=request["ldflags"],
         extra_include_paths=request["include"],
-        build_directory=request["output"],
-        with_cuda=request["cuda"],
+        build_directory=os.path.dirname(request["built"]),
+        with_cuda=cuda,
         is_python_module=False,
         no_implicit_headers=True,
         verbose=True,
     )
+
+
+def _nvrtc(request: dict[str, Any]) -> int:
+    from cuda.bindings import nvrtc
+
+    def checked(answer: Any) -> Any:
+        if int(answer[0]):
+            raise RuntimeError(f"NVRTC error: {nvrtc.nvrtcGetErrorString(answer[0])[1].decode()}")
+        return answer[-1]
+
+    options = [option.encode() for option in request["options"]]
+    print("nvrtc", *request["options"], flush=True)
+    program = checked(nvrtc.nvrtcCreateProgram(request["unit"].encode(), b"device.cu", 0, [], []))
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+    log = bytearray(checked(nvrtc.nvrtcGetProgramLogSize(program)))
+    checked(nvrtc.nvrtcGetProgramLog(program, log))
+    print(log.decode("utf-8", "replace").rstrip("\0"), flush=True)
+    if int(status):
+        return 1
+    cubin = bytearray(checked(nvrtc.nvrtcGetCUBINSize(program)))
+    checked(nvrtc.nvrtcGetCUBIN(program, cubin))
+    with open(request["built"], "wb") as file:
+        file.write(cubin)
+    return 0
+
+
+def main(request_path: str) -> int:
+    with open(request_path, encoding="utf-8") as file:
+        request = json.load(file)
+    threading.Thread(target=_leave_with_parent, args=(request["folder"],), daemon=True).start()
+    sys.path[:] = request["sys_path"]
+    if request["builder"] == "nvrtc":
+        return _nvrtc(request)
+    _load_inline(request)
     return 0
 
 

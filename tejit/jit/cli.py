@@ -86,6 +86,8 @@ def _warm(archs: list[str], source_root: str) -> int:
 
 
 def _cache(options: argparse.Namespace, source_root: str) -> int:
+    if not sys.platform.startswith("linux"):
+        raise TejitError(f"kernels are compiled on Linux only, this is {sys.platform}", "the reference computes here")
     settings = read_settings()
     if options.action == "key":
         archs = parse_archs(options.arch, "--arch") if options.arch else settings.archs or ()

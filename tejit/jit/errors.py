@@ -47,3 +47,7 @@ class CompileError(TejitError):
 
 class CacheError(TejitError):
     """No directory can hold the compiled kernels, or one that was asked for by name cannot."""
+
+
+class CacheDirError(CacheError):
+    """TEJIT_CACHE_DIR is set and cannot be used: a wrong setting, which `import tejit` itself raises."""

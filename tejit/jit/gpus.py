@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Iterable
 
+from . import leftovers
 from .roots import Root, Unusable, distrust_root, prepare
 
 MEMORY = "gpus.json"
@@ -139,7 +140,7 @@ def _remember(roots: Iterable[Root], known_as: str, found: tuple[int, ...]) -> N
         try:
             prepare(root)
             note = {**_remembered(root), known_as: list(found)}
-            new = os.path.join(root.store, f".{MEMORY}-{os.getpid()}-{os.urandom(4).hex()}")
+            new = os.path.join(root.store, leftovers.new_name(leftovers.NOTE))
             with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
                 json.dump(note, file)
             os.replace(new, os.path.join(root.store, MEMORY))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import sys
@@ -9,11 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 from . import gpus, loader, maintain, toolchain
-from .cache import Entry, find
+from .build import Toolchain
+from .cache import find
 from .errors import TejitError
+from .nvrtc import find_nvrtc
 from .parts import Part, device_part, host_part
 from .roots import distrust_root, roots
-from .settings import Settings, arch_of, read_settings
+from .settings import ARCHS, Settings, arch_of, read_settings
 from .sources import default_root
 
 
@@ -52,6 +55,7 @@ def collect(sources: str | None = None) -> dict[str, Any]:
     report["tools"] = _try(lambda: _tools(settings))
     report["directories"] = _try(lambda: _directories(settings))
     report["parts"] = _try(lambda: _parts(settings, sources or default_root()))
+    report["missing"] = _try(lambda: _missing(settings))
     return report
 
 
@@ -78,10 +82,34 @@ def _tools(settings: Settings) -> dict[str, Any]:
         "ninja": _try(toolchain.find_ninja),
         "filelock": _try(_filelock),
     }
+    if nvcc is None:
+        import torch
+
+        tools["nvrtc"] = _try(lambda: find_nvrtc(str(torch.version.cuda)).version) if torch.version.cuda else None
     if isinstance(nvcc, toolchain.Nvcc):
         tools["nvcc"] = {"version": nvcc.version, "path": nvcc.path, "root": nvcc.root}
         tools["nvcc_host_compiler"] = _try(lambda: _compiler(toolchain.find_host_compiler(settings, nvcc)))
     return tools
+
+
+def _missing(settings: Settings) -> list[str]:
+    """What a build here would fail for, and how to get it."""
+    import torch
+
+    tools = Toolchain(settings)
+    asks: list[Callable[[], Any]] = [tools.host, tools.ninja]
+    major = (torch.version.cuda or "").split(".")[0]
+    if major:
+        # Without a GPU one that every toolkit knows stands for all.
+        for arch in _archs(settings, major) or ARCHS[:1]:
+            asks.append(functools.partial(tools.device, arch))
+    found = []
+    for ask in asks:
+        try:
+            ask()
+        except TejitError as error:
+            found.append(f"{error.what}; {error.todo}")
+    return list(dict.fromkeys(found))
 
 
 def _compiler(compiler: toolchain.Compiler) -> dict[str, str]:
@@ -112,12 +140,18 @@ def _parts(settings: Settings, source_root: str) -> list[dict[str, Any]]:
     import torch
 
     major = (torch.version.cuda or "").split(".")[0]
-    archs = settings.archs
-    if archs is None:
-        present = gpus.present(roots(settings), remember=False) if major else ()
-        archs = tuple(arch for arch in map(arch_of, present) if arch is not None)
-    parts = [host_part(source_root), *(device_part(source_root, arch, major) for arch in archs if major)]
+    archs = _archs(settings, major)
+    parts = [host_part(source_root), *(device_part(source_root, arch, major) for arch in archs)]
     return [_part(part, settings) for part in parts]
+
+
+def _archs(settings: Settings, cuda_major: str) -> tuple[str, ...]:
+    if not cuda_major:
+        return ()
+    if settings.archs is not None:
+        return settings.archs
+    present = gpus.present(roots(settings), remember=False)
+    return tuple(arch for arch in map(arch_of, present) if arch is not None)
 
 
 def _part(part: Part, settings: Settings) -> dict[str, Any]:
@@ -126,10 +160,10 @@ def _part(part: Part, settings: Settings) -> dict[str, Any]:
         found = find(roots(settings), part)
     except TejitError as error:
         return {**facts, "state": "unknown", "reason": str(error)}
-    if isinstance(found, Entry):
-        manifest = found.manifest
+    if found.entry is not None:
+        manifest = found.entry.manifest
         tools = {name: manifest.get(name) for name in ("builder", "toolkit", "compiler", "torch")}
-        return {**facts, "state": "cached", "file": found.file, **tools}
+        return {**facts, "state": "cached", "file": found.entry.file, **tools}
     if found.damaged:
         return {**facts, "state": "damaged", "reason": "; ".join(": ".join(pair) for pair in found.damaged)}
     return {**facts, "state": "missing"}
@@ -151,7 +185,8 @@ def _lines(value: Any, depth: int, lines: list[str]) -> None:
         elif isinstance(item, list) and item:
             lines.append(f"{indent}{name}:")
             for one in item:
-                lines.append(f"{indent}  - " + ", ".join(f"{key} {_word(text)}" for key, text in one.items()))
+                words = [f"{key} {_word(text)}" for key, text in one.items()] if isinstance(one, dict) else [one]
+                lines.append(f"{indent}  - {', '.join(words)}")
         else:
             lines.append(f"{indent}{name}: {_word(item)}")
 

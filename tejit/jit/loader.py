@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import ctypes
 import os
 import sys
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 
 from . import gpus
 from .cache import Entry, find, move_aside
-from .errors import CacheError, KernelNotCached, TejitError, ToolchainError
+from .errors import CacheDirError, CacheError, KernelNotCached, TejitError, ToolchainError
 from .messages import say, warn_once
 from .parts import Part, device_part, host_part
 from .roots import is_noexec, mount_of, roots
@@ -61,7 +62,7 @@ def load(sources: str | None = None) -> None:
 
     Raises:
         ValueError: TEJIT_COMPILE, TEJIT_BACKEND or TEJIT_ARCH holds something unknown.
-        CacheError: TEJIT_CACHE_DIR is set and cannot be used.
+        CacheDirError: TEJIT_CACHE_DIR is set and cannot be used.
         KernelNotCached: TEJIT_COMPILE=never and there is no entry for the host part.
     """
     with _state.lock:
@@ -94,13 +95,8 @@ def _load_host(settings: Settings, *, build: bool) -> None:
             raise outcome
         _open_library(outcome, host, settings)
         _state.host_error = None
-    except (KernelNotCached, CacheError) as error:
-        if settings.compile == "never" and isinstance(error, KernelNotCached):
-            raise
-        if settings.cache_dir and isinstance(error, CacheError) and error.what.startswith("TEJIT_CACHE_DIR="):
-            raise
-        _host_failed(error)
-        return
+    except (KernelNotCached, CacheDirError):
+        raise
     except TejitError as error:
         _host_failed(error)
         return
@@ -149,23 +145,25 @@ def _obtain(
     """Look the parts up and build what is missing; by part name. Without `build`, a missing part is left out.
 
     Raises:
-        CacheError: TEJIT_CACHE_DIR is set and cannot be used.
+        CacheDirError: TEJIT_CACHE_DIR is set and cannot be used.
     """
     where = roots(settings)
     results: dict[str, Entry | TejitError] = {}
     missing = []
     for part in parts:
         found = find(where, part, avoid)
-        if isinstance(found, Entry):
-            results[part.name] = found
-            continue
+        to_build = build and found.entry is None and part.key not in _state.errors and settings.compile != "never"
         for path, reason in found.skipped:
-            warn_once(f"the cache directory {path} is skipped: {reason}")
-        if part.key in _state.errors:
+            # A build says itself which of its own directories it cannot use.
+            if not to_build or path in settings.prebuilt:
+                warn_once(f"the cache directory {path} is skipped: {reason}")
+        if found.entry is not None:
+            results[part.name] = found.entry
+        elif part.key in _state.errors:
             results[part.name] = _state.errors[part.key]
         elif settings.compile == "never":
             results[part.name] = _not_cached(part, [root.path for root in where], found.damaged)
-        elif build:
+        elif to_build:
             missing.append((part, found))
     if missing:
         from .build import build as build_parts
@@ -244,8 +242,13 @@ def _part_wanted(cc: int) -> int:
     """Called by the host part, from any thread, when an op meets a device without a part."""
     try:
         return 1 if ensure_arch(cc) is not None else 0
+    except KeyboardInterrupt:
+        # Nothing may be raised into C++: the interrupt goes on when the op is back in Python.
+        again = threading.Timer(0.01, _thread.interrupt_main)
+        again.daemon = True
+        again.start()
+        return 1
     except BaseException:
-        # Nothing may be raised into C++; an interrupt has ended the build, the reference computes this once.
         return 1
 
 
@@ -287,7 +290,10 @@ def ensure_host() -> TejitError | None:
     with _state.lock:
         settings = _state.settings
         if _state.library is None and _state.host_error is None and settings is not None:
-            _load_host(settings, build=True)
+            try:
+                _load_host(settings, build=True)
+            except CacheDirError as error:
+                _host_failed(error)
         return _state.host_error
 
 

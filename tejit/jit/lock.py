@@ -11,7 +11,10 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from . import leftovers
+from .errors import CompileError
 from .roots import Root, distrust
+from .settings import Settings
 
 
 @dataclass(frozen=True)
@@ -29,14 +32,15 @@ class Owner:
 class BuildLock:
     """A lock on one key, in the temporary directory, else inside the cache root, else none at all."""
 
-    def __init__(self, root: Root | None, key: str, label: str) -> None:
+    def __init__(self, root: Root | None, key: str, label: str, settings: Settings) -> None:
         self._label = label
+        self._tools = _tools(settings)
         self._lock: Any = None
         self.held = False
         where = hashlib.sha256((root.path if root else "").encode()).hexdigest()[:16]
         self._paths = []
-        own = os.path.join(tempfile.gettempdir(), f"tejit-{os.getuid()}")
-        if _private_folder(own) and _private_folder(os.path.join(own, "locks")):
+        own = _own_folder()
+        if own is not None and _private_folder(own) and _private_folder(os.path.join(own, "locks")):
             self._paths.append(os.path.join(own, "locks", f"{where}-{key}.lock"))
         if root is not None and _private_folder(os.path.join(root.store, ".locks")):
             self._paths.append(os.path.join(root.store, ".locks", f"{key}.lock"))
@@ -90,15 +94,37 @@ class BuildLock:
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
+    def note_failure(self, error: CompileError) -> None:
+        """Tell those who wait for this lock that the part does not compile."""
+        if self.held:
+            said = {"what": error.what, "todo": error.todo, "log": error.log, "details": list(error.details)}
+            self._write("failed", {"at": time.time(), "tools": self._tools, **said})
+
+    def failure_since(self, moment: float) -> CompileError | None:
+        """The failure of somebody who held the lock after `moment` (time.time()) and used the same tools."""
+        try:
+            with open(f"{self.path}.failed", "rb") as file:
+                note = json.loads(file.read(1 << 16))
+            if float(note["at"]) < moment or note["tools"] != self._tools:
+                return None
+            return CompileError(note["what"], note["todo"], note["log"], note["details"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
     def _note_owner(self) -> None:
-        note = {"pid": os.getpid(), "label": self._label, "since": time.time()}
-        new = f"{self.path}.owner.{os.getpid()}"
+        self._write("owner", {"pid": os.getpid(), "label": self._label, "since": time.time()})
+
+    def _write(self, kind: str, note: dict[str, Any]) -> None:
+        assert self.path is not None
+        folder = os.path.dirname(self.path)
+        leftovers.sweep(folder, (leftovers.NOTE,))
+        new = os.path.join(folder, leftovers.new_name(leftovers.NOTE))
         try:
             with open(new, "w", encoding="utf-8") as file:
                 json.dump(note, file)
-            os.replace(new, f"{self.path}.owner")
+            os.replace(new, f"{self.path}.{kind}")
         except OSError:
-            pass
+            leftovers.remove(new)
 
 
 def _file_lock(path: str) -> Any:
@@ -109,6 +135,20 @@ def _file_lock(path: str) -> Any:
     known = inspect.signature(FileLock.__init__).parameters
     wanted: dict[str, Any] = {"thread_local": False, "preserve_lock_file": True, "fallback_to_soft": False}
     return FileLock(path, **{name: value for name, value in wanted.items() if name in known})
+
+
+def _tools(settings: Settings) -> list[str | None]:
+    """What decides about the compilers: another process's failure is one's own only where this is the same."""
+    names = ("CXX", "CUDA_HOME", "CUDA_PATH", "PATH")
+    return [settings.cxx, settings.nvcc, *map(os.environ.get, names)]
+
+
+def _own_folder() -> str | None:
+    try:
+        return os.path.join(tempfile.gettempdir(), f"tejit-{os.getuid()}")
+    except OSError:
+        # No directory for temporary files at all.
+        return None
 
 
 def _private_folder(path: str) -> bool:

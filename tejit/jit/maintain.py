@@ -8,13 +8,14 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from . import cache
+from . import cache, leftovers
 from .roots import Root, distrust_root
 from .settings import Settings
 
 OLDEST = 60 * 86400.0
 YOUNGEST = 3600.0
 _KEY_LENGTH = 64
+LEFTOVERS = (leftovers.STAGING, leftovers.BAD, leftovers.TRIAL, leftovers.NOTE, leftovers.BUILD)
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ def trim(root: Root, settings: Settings, keep: Collection[str] = ()) -> list[Lis
     Args:
         keep: entry folders that stay.
     """
+    leftovers.sweep(root.store, LEFTOVERS)
     now, removed = time.time(), []
     there = entries(root)
     total = sum(entry.size for entry in there)
@@ -61,12 +63,12 @@ def trim(root: Root, settings: Settings, keep: Collection[str] = ()) -> list[Lis
                 continue
             total -= entry.size
             removed.append(entry)
-    _sweep(root, now)
     return removed
 
 
 def clear(root: Root) -> list[Listed]:
     """Remove every entry of a root, whatever its age."""
+    leftovers.sweep(root.store, LEFTOVERS)
     removed = []
     for entry in entries(root):
         try:
@@ -74,7 +76,6 @@ def clear(root: Root) -> list[Listed]:
         except OSError:
             continue
         removed.append(entry)
-    _sweep(root, time.time())
     return removed
 
 
@@ -103,19 +104,3 @@ def _describe(store: str, name: str) -> Listed | None:
         if not os.path.lexists(folder):
             return None
     return Listed(folder, name, part, builder, size, used)
-
-
-def _sweep(root: Root, now: float) -> None:
-    """Remove what killed builders left behind in the root."""
-    try:
-        names = os.listdir(root.store)
-    except OSError:
-        return
-    for name in names:
-        path = os.path.join(root.store, name)
-        if name.startswith((".staging-", ".bad-", ".trial-", "tejit-build-")):
-            try:
-                if now - os.lstat(path).st_mtime > YOUNGEST:
-                    cache.remove(path)
-            except OSError:
-                continue

@@ -5,14 +5,15 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Collection
 from dataclasses import dataclass
 
-from .errors import CacheError
+from . import leftovers
+from .errors import CacheDirError
 from .settings import Settings
 
 LAYOUT = "v1"
 CHOOSE = "set TEJIT_CACHE_DIR to a directory of your own on a disk that programs may be loaded from"
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def roots(settings: Settings) -> list[Root]:
     xdg = os.environ.get("XDG_CACHE_HOME", "")
     if os.path.isabs(xdg):
         found.append(Root(os.path.join(xdg, "tejit"), "XDG_CACHE_HOME"))
-    home = os.path.expanduser("~")
+    home = os.path.abspath(os.path.expanduser("~"))
     if os.path.isdir(home):
         found.append(Root(os.path.join(home, ".cache", "tejit"), "HOME"))
     for folder in temporary_dirs():
@@ -144,12 +145,12 @@ def prepare(root: Root) -> None:
             os.makedirs(path, mode=0o700, exist_ok=True)
     except OSError as error:
         # mkdir says "exists" of a file and "no such file" of a link to nothing: distrust_root words both.
-        reason = None if error.errno in _FULL else distrust_root(root)
-        raise Unusable(reason or error.strerror or str(error), full=error.errno in _FULL) from error
+        reason = None if is_full(error) else distrust_root(root)
+        raise Unusable(reason or error.strerror or str(error), full=is_full(error)) from error
     reason = distrust_root(root)
     if reason:
         raise Unusable(reason)
-    trial = os.path.join(root.store, f".trial-{os.getpid()}-{os.urandom(4).hex()}")
+    trial = os.path.join(root.store, leftovers.new_name(leftovers.TRIAL))
     try:
         os.mkdir(trial, 0o700)
         try:
@@ -158,47 +159,42 @@ def prepare(root: Root) -> None:
                 out.flush()
                 os.fsync(out.fileno())
         finally:
-            _remove_trial(trial)
+            leftovers.remove(trial)
     except OSError as error:
-        raise Unusable(error.strerror or str(error), full=error.errno in _FULL) from error
+        raise Unusable(error.strerror or str(error), full=is_full(error)) from error
 
 
-def _remove_trial(trial: str) -> None:
-    try:
-        os.unlink(os.path.join(trial, "file"))
-    except OSError:
-        pass
-    os.rmdir(trial)
-
-
-def is_full(error: BaseException) -> bool:
+def is_full(error: OSError) -> bool:
     """Whether an error says that the disk, the quota or the inodes are used up."""
-    return isinstance(error, OSError) and error.errno in _FULL
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
-def explicit_error(root: Root, reason: str) -> CacheError:
+def explicit_error(root: Root, reason: str) -> CacheDirError:
     """The error for a TEJIT_CACHE_DIR that cannot be used."""
     try:
         owner = f"owner uid {os.stat(root.path).st_uid}"
     except OSError:
         owner = "it does not exist"
-    return CacheError(
+    return CacheDirError(
         f"TEJIT_CACHE_DIR={root.path} cannot be used: {reason} ({owner}, own uid {os.getuid()})",
         CHOOSE + ", or unset it",
     )
 
 
-def choose(settings: Settings) -> tuple[Root | None, list[str]]:
+def choose(settings: Settings, avoid: Collection[str] = ()) -> tuple[Root | None, list[str]]:
     """The first root that can take a new entry, and what is worth saying about those before it.
 
     None: there is none; what is built serves this process only.
 
+    Args:
+        avoid: paths of roots that are known to take nothing more.
+
     Raises:
-        CacheError: TEJIT_CACHE_DIR is set and cannot take it, for another reason than a full disk.
+        CacheDirError: TEJIT_CACHE_DIR is set and cannot take it, for another reason than a full disk.
     """
     refused: list[str] = []
     for root in roots(settings):
-        if root.prebuilt:
+        if root.prebuilt or root.path in avoid:
             continue
         try:
             prepare(root)

@@ -253,8 +253,8 @@ def _toolkit_root(nvcc: str) -> str:
     return os.path.dirname(os.path.dirname(os.path.realpath(nvcc)))
 
 
-def check_nvcc(nvcc: Nvcc, torch_cuda: str, archs: Sequence[str]) -> None:
-    """Compare a toolkit with torch's CUDA version and with the architectures that it is asked for.
+def check_nvcc(nvcc: Nvcc, torch_cuda: str, arch: str) -> None:
+    """Compare a toolkit with torch's CUDA version and with the architecture that it is asked for.
 
     Raises:
         ToolchainError: it does not fit.
@@ -270,15 +270,12 @@ def check_nvcc(nvcc: Nvcc, torch_cuda: str, archs: Sequence[str]) -> None:
     status, text = _run([nvcc.path, "--list-gpu-code"])
     # It lists base architectures only; where it knows 9.0 it knows 9.0a.
     known = set(re.findall(r"sm_(\d+)", text))
-    if status != 0 or not known:
-        return
-    for arch in archs:
-        if arch.rstrip("a") not in known:
-            raise ToolchainError(
-                f"nvcc {nvcc.version} ({nvcc.path}) cannot compile for sm_{arch}, which needs CUDA "
-                f"{TOOLKIT_FOR[arch]} or newer",
-                f"install a newer toolkit ({pip_line(torch_cuda)}) or point TEJIT_NVCC at one",
-            )
+    if status == 0 and known and arch.rstrip("a") not in known:
+        raise ToolchainError(
+            f"nvcc {nvcc.version} ({nvcc.path}) cannot compile for sm_{arch}, which needs CUDA "
+            f"{TOOLKIT_FOR[arch]} or newer",
+            f"install a newer toolkit ({pip_line(torch_cuda)}) or point TEJIT_NVCC at one",
+        )
 
 
 def pip_line(torch_cuda: str) -> str:

@@ -10,45 +10,47 @@ import shlex
 import shutil
 import sys
 import tempfile
-import time
+from collections.abc import Collection
 from typing import Any
 
-from . import cache
+from . import cache, leftovers
 from .cache import Entry
 from .errors import CacheError, CompileError, TejitError, ToolchainError
+from .nvrtc import options
 from .parts import Part
-from .roots import Root, distrust, is_noexec, mount_of, temporary_dirs
+from .roots import Root, distrust, is_full, is_noexec, mount_of, temporary_dirs
 from .toolchain import Compiler, Nvcc, clean_environment, find_static_cudart
 
-_PREFIX = "tejit-build-"
-_STALE = 3600.0
 # ninja and the shell read these in a path; torch escapes spaces only.
 _UNSAFE = re.compile(r"[$:|\n\\]")
 # Each would be ambiguous for the linker, to which torch passes its own folder unquoted.
 _UNQUOTED = re.compile(r"[^\w./+@,=-]")
 _ERROR_LINE = re.compile(r"\berror\b|\bfatal\b|undefined reference|cannot find -l", re.IGNORECASE)
+_FULL = re.compile(r"No space left on device|Disk quota exceeded")
 _KILLED = re.compile(
     r"Killed signal terminated|died due to signal 9|signal 9\b|Killed \(program|\bKilled$", re.MULTILINE
 )
 
 
 class Workspace:
-    """A new directory, on a disk from which programs can be loaded, for the compilation of one part."""
+    """A new directory, on a disk from which programs can be loaded, for the compilation of one part.
 
-    def __init__(self, part: Part, root: Root | None) -> None:
+    Args:
+        root: whose disk is the last one tried; None: there is none.
+        full: directories on which a compiler ran out of space.
+
+    Raises:
+        CacheError: there is no place for one.
+    """
+
+    def __init__(self, part: Part, root: Root | None, full: Collection[str] = ()) -> None:
         self.part = part
-        self.folder = _make_folder(root)
+        self.base, self.folder = _make_folder(root, full)
         self.log = os.path.join(self.folder, cache.LOG)
-        self._output = os.path.join(self.folder, "out")
-        self._name = f"tejit_{part.name}"
+        self.built = os.path.join(self.folder, "out", f"tejit_{part.name}.so")
+        self._source = os.path.join(self.folder, "src")
 
-    @property
-    def built(self) -> str:
-        """Where the compiled library will lie."""
-        return os.path.join(self._output, f"{self._name}.so")
-
-    def fill(self, compiler: Compiler, nvcc: Nvcc | None, ninja: str) -> tuple[list[str], dict[str, str]]:
-        """Write everything the child needs; return its command and environment."""
+    def _open(self) -> None:
         if not sys.executable:
             raise ToolchainError(
                 "sys.executable is empty: without a Python interpreter nothing can be built",
@@ -56,8 +58,32 @@ class Workspace:
             )
         for name in ("out", "bin", "lib", "tmp"):
             os.mkdir(os.path.join(self.folder, name), 0o700)
-        source = os.path.join(self.folder, "src")
-        self.part.sources.write_to(source)
+        self.part.sources.write_to(self._source)
+
+    def _command(self, builder: str, **details: Any) -> list[str]:
+        request = {
+            "builder": builder,
+            "folder": self.folder,
+            "built": self.built,
+            "unit": f'#include "{self.part.sources.unit}"\n',
+            "sys_path": [path for path in sys.path if path],
+            **details,
+        }
+        path = os.path.join(self.folder, "request.json")
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(request, file)
+        script = os.path.join(os.path.dirname(os.path.abspath(__file__)), "child.py")
+        return [sys.executable, "-I", "-X", "utf8", script, path]
+
+    def fill_nvrtc(self) -> tuple[list[str], dict[str, str]]:
+        """Write everything the child needs to run NVRTC; return its command and environment."""
+        self._open()
+        self.built = os.path.splitext(self.built)[0] + ".cubin"
+        return self._command("nvrtc", options=options(self.part, self._source)), clean_environment()
+
+    def fill(self, compiler: Compiler, nvcc: Nvcc | None, ninja: str) -> tuple[list[str], dict[str, str]]:
+        """Write everything the child needs to run `load_inline`; return its command and environment."""
+        self._open()
         ldflags = ["-Wl,--as-needed", "-s"]
         env = clean_environment()
         env.update(
@@ -78,24 +104,16 @@ class Workspace:
             env["PYTORCH_NVCC"] = self._wrapper("nvcc", (nvcc.path,))
             cuda_flags = [*self.part.flags, f"-ccbin={env['CXX']}"]
             ldflags += self._cudart(nvcc)
-        request = {
-            "folder": self.folder,
-            "name": self._name,
-            "unit": f'#include "{self.part.sources.unit}"\n',
-            "cuda": nvcc is not None,
-            "cflags": list(self.part.flags) if nvcc is None else [],
-            "cuda_cflags": cuda_flags,
-            "ldflags": ldflags,
-            "include": [source],
-            "output": self._output,
-            "torch_link": self._torch_link(),
-            "sys_path": [path for path in sys.path if path],
-        }
-        path = os.path.join(self.folder, "request.json")
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump(request, file)
-        script = os.path.join(os.path.dirname(os.path.abspath(__file__)), "child.py")
-        return [sys.executable, "-I", "-X", "utf8", script, path], env
+        command = self._command(
+            "nvcc" if nvcc else "c++",
+            name=f"tejit_{self.part.name}",
+            cflags=[] if nvcc else list(self.part.flags),
+            cuda_cflags=cuda_flags,
+            ldflags=ldflags,
+            include=[self._source],
+            torch_link=self._torch_link(),
+        )
+        return command, env
 
     def _wrapper(self, name: str, command: tuple[str, ...]) -> str:
         # One plain word, whatever the compiler's path and number of words: torch versions quote differently.
@@ -143,6 +161,21 @@ class Workspace:
         except OSError:
             return ""
 
+    def ran_out_of_space(self) -> bool:
+        """Whether a failed compiler met a full disk here, as it said or as a trial write tells."""
+        if _FULL.search(self.read_log()):
+            return True
+        # The log lies on the same disk, so the compiler may have had no room to say it.
+        trial = os.path.join(self.folder, "trial")
+        try:
+            with open(trial, "wb") as file:
+                file.write(bytes(1 << 20))
+        except OSError as error:
+            return is_full(error)
+        finally:
+            leftovers.remove(trial)
+        return False
+
     def keep_log(self, root: Root | None) -> str | None:
         """Copy the log to where it outlives this directory, and return that path."""
         folders = [root.path] if root is not None else []
@@ -153,8 +186,10 @@ class Workspace:
             try:
                 os.makedirs(target, mode=0o700, exist_ok=True)
                 if distrust(target) is None:
-                    shutil.copyfile(self.log, f"{path}.{os.getpid()}")
-                    os.replace(f"{path}.{os.getpid()}", path)
+                    leftovers.sweep(target, (leftovers.NOTE,))
+                    new = os.path.join(target, leftovers.new_name(leftovers.NOTE))
+                    shutil.copyfile(self.log, new)
+                    os.replace(new, path)
                     return path
             except OSError:
                 continue
@@ -162,10 +197,11 @@ class Workspace:
 
     def remove(self) -> None:
         """Remove the directory."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        leftovers.remove(self.folder)
 
 
-def _make_folder(root: Root | None) -> str:
+def _make_folder(root: Root | None, full: Collection[str]) -> tuple[str, str]:
+    """A new folder, and the directory that was chosen for it."""
     noexec: list[str] = []
     failed: list[str] = []
     for base in [*temporary_dirs(), "/dev/shm", *([root.store] if root is not None else [])]:
@@ -174,36 +210,22 @@ def _make_folder(root: Root | None) -> str:
         if is_noexec(base):
             noexec.append(mount_of(base))
             continue
-        _sweep(base)
+        if base in full:
+            failed.append(f"{base}: no space left while compiling there")
+            continue
+        leftovers.sweep(base, (leftovers.BUILD, leftovers.PRIVATE))
+        folder = os.path.join(base, leftovers.new_name(leftovers.BUILD))
         try:
-            folder = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=base)
+            os.mkdir(folder, 0o700)
         except OSError as error:
             failed.append(f"{base}: {error.strerror or error}")
             continue
-        return folder
+        return base, folder
     reasons = failed + [f"the mount {mount} is noexec" for mount in dict.fromkeys(noexec)]
     raise CacheError(
         f"no temporary directory to compile in ({'; '.join(reasons) or 'none exists'})",
         "set TMPDIR, and TEJIT_CACHE_DIR, to writable directories from which programs may be run",
     )
-
-
-def _sweep(base: str) -> None:
-    """Remove what builds left that were killed together with their parent."""
-    try:
-        names = [name for name in os.listdir(base) if name.startswith(_PREFIX)]
-    except OSError:
-        return
-    for name in names:
-        path = os.path.join(base, name)
-        pid = name[len(_PREFIX) :].split("-")[0]
-        try:
-            if time.time() - os.lstat(path).st_mtime < _STALE or distrust(path) is not None:
-                continue
-        except OSError:
-            continue
-        if not os.path.exists(f"/proc/{pid}"):
-            shutil.rmtree(path, ignore_errors=True)
 
 
 def keep_private(built: str, log: str, manifest: dict[str, Any], part: Part) -> Entry:
@@ -218,10 +240,11 @@ def keep_private(built: str, log: str, manifest: dict[str, Any], part: Part) -> 
             reasons.append(f"{base}: the mount {mount_of(base)} is noexec")
             continue
         try:
-            folder = tempfile.mkdtemp(prefix=f"tejit-private-{os.getpid()}-", dir=base)
+            folder = os.path.join(base, leftovers.new_name(leftovers.PRIVATE))
+            os.mkdir(folder, 0o700)
             atexit.register(_remove_own, folder, os.getpid())
-            cache._copy(built, os.path.join(folder, str(manifest["file"])))
-            cache._copy(log, os.path.join(folder, cache.LOG))
+            cache.copy(built, os.path.join(folder, str(manifest["file"])))
+            cache.copy(log, os.path.join(folder, cache.LOG))
             cache.write_file(os.path.join(folder, cache.MANIFEST), json.dumps(manifest).encode())
             return cache.open_entry(folder, part, None)
         except (OSError, cache.Damaged) as error:
@@ -235,7 +258,7 @@ def keep_private(built: str, log: str, manifest: dict[str, Any], part: Part) -> 
 def _remove_own(folder: str, owner: int) -> None:
     # A forked child runs this too when it ends; the file may still serve its parent.
     if os.getpid() == owner:
-        shutil.rmtree(folder, ignore_errors=True)
+        leftovers.remove(folder)
 
 
 def explain_failure(part: Part, status: int, space: Workspace, log: str | None) -> TejitError:
@@ -251,7 +274,7 @@ def explain_failure(part: Part, status: int, space: Workspace, log: str | None) 
         )
     lines = [line.strip() for line in text.splitlines()]
     errors = [line for line in lines if _ERROR_LINE.search(line) and not line.startswith(("/bin/sh", "exec "))]
-    shown = (errors or [line for line in lines if line])[:10] if errors else [line for line in lines if line][-10:]
+    shown = errors[:10] or [line for line in lines if line][-10:]
     how = f"signal {-status}" if status < 0 else f"exit {status}"
     return CompileError(
         f"the kernels for {part.label} do not compile ({how})",

@@ -5,14 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tejit.jit import cache, maintain
-from tejit.jit.cache import Entry, Miss, find, publish
+from tejit.jit import cache, leftovers, maintain
+from tejit.jit.cache import Entry, Found, find, publish
 from tejit.jit.errors import CacheError
 from tejit.jit.parts import SCHEMA, Part, host_part
 from tejit.jit.roots import Root, choose, prepare, roots
@@ -52,10 +53,9 @@ def put(part: Part, root: Root, tmp_path: Path, data: bytes = b"\x7fELF and so o
 
 
 def test_what_is_published_is_found(part: Part, root: Root, tmp_path: Path) -> None:
-    assert find([root], part) == Miss()
+    assert find([root], part) == Found()
     entry = put(part, root, tmp_path)
-    found = find([root], part)
-    assert found == entry
+    assert find([root], part) == Found(entry)
     assert sorted(os.listdir(entry.folder)) == ["build.log", "manifest.json", "tejit.so"]
     assert os.stat(entry.folder).st_mode & 0o777 == 0o700
     assert os.listdir(root.store) == [part.key]
@@ -116,12 +116,12 @@ def test_a_damaged_entry_is_noticed_and_replaced(
     entry = put(part, root, tmp_path)
     damage(Path(entry.folder))
     found = find([root], part)
-    assert isinstance(found, Miss)
+    assert found.entry is None
     ((folder, said),) = found.damaged
     assert folder == entry.folder
     assert reason in said
     again = put(part, root, tmp_path, b"built again")
-    assert find([root], part) == again
+    assert find([root], part) == Found(again)
     assert Path(again.file).read_bytes() == b"built again"
 
 
@@ -130,7 +130,7 @@ def test_a_named_pipe_in_place_of_the_library_does_not_hang(part: Part, root: Ro
     os.unlink(entry.file)
     os.mkfifo(entry.file)
     found = find([root], part)
-    assert isinstance(found, Miss)
+    assert found.entry is None
     assert "no regular file" in found.damaged[0][1]
 
 
@@ -139,7 +139,7 @@ def test_a_directory_that_others_can_write_to_is_skipped(mode: int, part: Part, 
     put(part, root, tmp_path)
     os.chmod(root.path, mode)
     found = find([root], part)
-    assert isinstance(found, Miss)
+    assert found.entry is None
     assert found.skipped[0][0] == root.path
     assert f"{mode:04o}" in found.skipped[0][1]
     explicit = Root(root.path, "TEJIT_CACHE_DIR")
@@ -212,18 +212,23 @@ def test_growth_old_and_superfluous_entries_go_and_young_ones_stay(root: Root, t
 
 
 def test_leftovers_of_killed_builders_are_swept(root: Root) -> None:
-    stale, fresh = Path(root.store) / ".staging-1-aa", Path(root.store) / ".staging-2-bb"
-    for folder in (stale, fresh):
+    def leave(pid: int, machine: str | None = None) -> Path:
+        name = leftovers.new_name(leftovers.STAGING).replace(f"-{os.getpid()}-", f"-{pid}-")
+        folder = Path(root.store) / (name.replace(leftovers._machine(), machine) if machine else name)
         folder.mkdir()
         (folder / "tejit.so").write_bytes(b"half")
-    os.utime(stale, (0, 0))
+        return folder
+
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    killed, alive, elsewhere, ancient = leave(gone.pid), leave(1), leave(gone.pid, "a" * 12), leave(1, "b" * 12)
+    os.utime(ancient, (0, 0))
     maintain.trim(root, Settings())
-    assert not stale.exists()
-    assert fresh.exists()
+    assert [folder.exists() for folder in (killed, alive, elsewhere, ancient)] == [False, True, True, False]
 
 
 def test_an_entry_that_is_avoided_is_not_found(part: Part, root: Root, tmp_path: Path) -> None:
     entry = put(part, root, tmp_path)
-    assert find([root], part, avoid=[entry.folder]) == Miss()
+    assert find([root], part, avoid=[entry.folder]) == Found()
     cache.move_aside(entry.folder)
     assert os.listdir(root.store) == []
