@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import _thread
 import ctypes
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -244,7 +244,7 @@ def _part_wanted(cc: int) -> int:
         return 1 if ensure_arch(cc) is not None else 0
     except KeyboardInterrupt:
         # Nothing may be raised into C++: the interrupt goes on when the op is back in Python.
-        again = threading.Timer(0.01, _thread.interrupt_main)
+        again = threading.Timer(0.01, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
         again.daemon = True
         again.start()
         return 1

@@ -21,6 +21,7 @@ from .parts import Part
 from .roots import Root, distrust, is_full, is_noexec, mount_of, temporary_dirs
 from .toolchain import Compiler, Nvcc, clean_environment, find_static_cudart
 
+CHILD = os.path.join(os.path.dirname(os.path.abspath(__file__)), "child.py")
 # ninja and the shell read these in a path; torch escapes spaces only.
 _UNSAFE = re.compile(r"[$:|\n\\]")
 # Each would be ambiguous for the linker, to which torch passes its own folder unquoted.
@@ -72,8 +73,7 @@ class Workspace:
         path = os.path.join(self.folder, "request.json")
         with open(path, "w", encoding="utf-8") as file:
             json.dump(request, file)
-        script = os.path.join(os.path.dirname(os.path.abspath(__file__)), "child.py")
-        return [sys.executable, "-I", "-X", "utf8", script, path]
+        return [sys.executable, "-I", "-X", "utf8", CHILD, path]
 
     def fill_nvrtc(self) -> tuple[list[str], dict[str, str]]:
         """Write everything the child needs to run NVRTC; return its command and environment."""

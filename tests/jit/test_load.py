@@ -74,7 +74,7 @@ assert not heavy, heavy
 
 
 def test_a_warm_load_starts_nothing_and_writes_nothing(warm: tuple[str, Path]) -> None:
-    done = python(WATCH, warm[0])
+    done = python("-c", WATCH, warm[0])
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
 
