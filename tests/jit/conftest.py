@@ -419,6 +419,7 @@ def python(
     """Run a new interpreter that finds the package in `path`."""
     return subprocess.run(
         [sys.executable, *words],
+        cwd=path,
         env={**os.environ, "PYTHONPATH": str(path), **(env or {})},
         capture_output=True,
         text=True,
