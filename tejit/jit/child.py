@@ -78,7 +78,8 @@ def _nvrtc(request: dict[str, Any]) -> int:
 
     options = [option.encode() for option in request["options"]]
     print("nvrtc", *request["options"], flush=True)
-    program = checked(nvrtc.nvrtcCreateProgram(request["unit"].encode(), b"device.cu", 0, [], []))
+    # Its name must be none that it includes.
+    program = checked(nvrtc.nvrtcCreateProgram(request["unit"].encode(), b"tejit_unit.cu", 0, [], []))
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
     log = bytearray(checked(nvrtc.nvrtcGetProgramLogSize(program)))
     checked(nvrtc.nvrtcGetProgramLog(program, log))
