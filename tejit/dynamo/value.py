@@ -145,7 +145,11 @@ def _decode_value(kind: str, text: Any) -> Any:
         return getattr(torch, text)
     if kind == "quantizer":
         return rebuild_quantizer(text)
-    return {"bool": lambda t: t == "True", "int": int, "float": float.fromhex, "str": str}[kind](text)
+    if kind == "float":
+        return float.fromhex(text)
+    if kind == "bool":
+        return text == "True"
+    return int(text) if kind == "int" else text
 
 
 def _look_up(module: str, qualname: str) -> Any:

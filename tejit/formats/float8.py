@@ -281,7 +281,7 @@ class Float8Tensor(QuantizedTensor, Float8TensorStorage):
     """
 
     @staticmethod
-    def __new__(  # type: ignore[override]
+    def __new__(
         cls: Any,
         shape: tuple[int, ...],
         dtype: torch.dtype,
@@ -297,7 +297,7 @@ class Float8Tensor(QuantizedTensor, Float8TensorStorage):
     ) -> Any:
         if device is None:
             device = next((b.device for b in (data, data_transpose, fp8_scale_inv) if b is not None), None)
-        return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        return Tensor._make_wrapper_subclass(
             cls, shape, strides=stride, dtype=dtype, device=device, requires_grad=requires_grad
         )
 

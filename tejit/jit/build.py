@@ -218,9 +218,7 @@ def build(
     """
     for _, miss in missing:
         for folder, reason in miss.damaged:
-            say(
-                f"the cache entry {folder} cannot be used ({reason}): it is built again", quiet=settings.quiet
-            )
+            say(f"the cache entry {folder} cannot be used ({reason}): it is built again", quiet=settings.quiet)
     root, notes = choose(settings)
     for note in notes:
         warn_once(note)

@@ -15,9 +15,7 @@ class TejitError(RuntimeError):
         details: further lines, such as the first errors of a compiler.
     """
 
-    def __init__(
-        self, what: str, todo: str = "", log: str | None = None, details: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, what: str, todo: str = "", log: str | None = None, details: Sequence[str] = ()) -> None:
         # All of it goes into `args`, so that a pickle (a worker's error shown by its parent) is whole.
         super().__init__(what, todo, log, tuple(details))
         self.what = what

@@ -20,9 +20,7 @@ def identity() -> str | None:
         return None
     folders = sorted(glob.glob("/proc/driver/nvidia/gpus/*"))
     # The PCI device number names the chip, and with it its compute capability, on every machine alike.
-    models = {
-        _first_line(f"/sys/bus/pci/devices/{os.path.basename(folder).lower()}/device") for folder in folders
-    }
+    models = {_first_line(f"/sys/bus/pci/devices/{os.path.basename(folder).lower()}/device") for folder in folders}
     if folders and None not in models:
         return "pci:" + ",".join(sorted(str(model) for model in models))
     names = {_model(folder) for folder in folders}
@@ -142,9 +140,7 @@ def _remember(roots: Iterable[Root], known_as: str, found: tuple[int, ...]) -> N
             prepare(root)
             note = {**_remembered(root), known_as: list(found)}
             new = os.path.join(root.store, f".{MEMORY}-{os.getpid()}-{os.urandom(4).hex()}")
-            with open(
-                os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii"
-            ) as file:
+            with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
                 json.dump(note, file)
             os.replace(new, os.path.join(root.store, MEMORY))
         except (OSError, Unusable):

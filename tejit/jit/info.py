@@ -39,18 +39,14 @@ def collect(sources: str | None = None) -> dict[str, Any]:
         "python": platform.python_version(),
         "executable": sys.executable,
         "platform": platform.platform(),
-        "environment": {
-            name: value for name, value in sorted(os.environ.items()) if name.startswith("TEJIT_")
-        },
+        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith("TEJIT_")},
         "settings_error": wrong,
         **_try(_torch),
         "loaded": loader.loaded_path(),
         "host_error": str(loader.host_error()) if loader.host_error() else None,
     }
     if not sys.platform.startswith("linux"):
-        report["host_error"] = (
-            report["host_error"] or f"kernels are compiled on Linux only, this is {sys.platform}"
-        )
+        report["host_error"] = report["host_error"] or f"kernels are compiled on Linux only, this is {sys.platform}"
         return report
     report["gpus"] = _try(lambda: _gpus(settings))
     report["tools"] = _try(lambda: _tools(settings))

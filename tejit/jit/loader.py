@@ -32,13 +32,9 @@ class _State:
     library: ctypes.CDLL | None = None
     library_path: str | None = None
     host_error: TejitError | None = None
-    parts: dict[int, TejitError | None] = field(
-        default_factory=dict
-    )  # by compute capability; None: registered
+    parts: dict[int, TejitError | None] = field(default_factory=dict)  # by compute capability; None: registered
     paths: dict[int, str] = field(default_factory=dict)
-    errors: dict[str, TejitError] = field(
-        default_factory=dict
-    )  # by key; a part that failed is not compiled again
+    errors: dict[str, TejitError] = field(default_factory=dict)  # by key; a part that failed is not compiled again
     callback: Callable[[int], int] | None = None  # the host part keeps a pointer to it
 
 
@@ -74,9 +70,7 @@ def load(sources: str | None = None) -> None:
         settings = read_settings()
         _state.sources = sources or default_root()
         if settings.backend == "torch":
-            _state.host_error = TejitError(
-                "TEJIT_BACKEND=torch: no kernels are loaded", "unset TEJIT_BACKEND"
-            )
+            _state.host_error = TejitError("TEJIT_BACKEND=torch: no kernels are loaded", "unset TEJIT_BACKEND")
         elif not sys.platform.startswith("linux"):
             _state.host_error = ToolchainError(
                 f"kernels are compiled on Linux only, this is {sys.platform}", "the reference computes here"
@@ -111,9 +105,7 @@ def _load_host(settings: Settings, *, build: bool) -> None:
         _host_failed(error)
         return
     except OSError as error:
-        _host_failed(
-            TejitError(f"loading the kernels failed: {error}", "`python -m tejit info` shows what is there")
-        )
+        _host_failed(TejitError(f"loading the kernels failed: {error}", "`python -m tejit info` shows what is there"))
         return
     for part in parts[1:]:
         _settle(part, found.get(part.name))
@@ -146,8 +138,7 @@ def cuda_major() -> str:
 
 def _unsupported(cc: int) -> ToolchainError:
     return ToolchainError(
-        f"there are no kernels for GPUs of compute capability {cc // 10}.{cc % 10}; "
-        f"supported are {', '.join(ARCHS)}",
+        f"there are no kernels for GPUs of compute capability {cc // 10}.{cc % 10}; supported are {', '.join(ARCHS)}",
         "the reference computes there",
     )
 
@@ -193,8 +184,7 @@ def _not_cached(part: Part, where: Sequence[str], damaged: Sequence[tuple[str, s
     details = [f"{folder}: {reason}" for folder, reason in damaged]
     arch = f" --arch {part.arch}" if part.arch else ""
     return KernelNotCached(
-        f"TEJIT_COMPILE=never, and no entry {part.key[:16]} for {part.label} in "
-        f"{', '.join(where) or 'any directory'}",
+        f"TEJIT_COMPILE=never, and no entry {part.key[:16]} for {part.label} in {', '.join(where) or 'any directory'}",
         f"fill the cache with `python -m tejit warm{arch}`, or unset TEJIT_COMPILE",
         details=details,
     )
@@ -318,9 +308,7 @@ def ensure_arch(cc: int) -> TejitError | None:
     with _state.lock:
         settings = _state.settings
         if settings is None or _state.library is None:
-            return _state.host_error or TejitError(
-                "the kernels are not loaded", "call tejit.jit.load() first"
-            )
+            return _state.host_error or TejitError("the kernels are not loaded", "call tejit.jit.load() first")
         if cc in _state.parts:
             return _state.parts[cc]
         arch = arch_of(cc)

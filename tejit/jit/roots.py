@@ -65,9 +65,7 @@ def temporary_dirs() -> list[str]:
     """Directories for temporary files, best first, found without the trial write of `tempfile.gettempdir`."""
     names = [os.environ.get(name, "") for name in ("TMPDIR", "TEMP", "TMP")] + ["/tmp", "/var/tmp"]
     paths = (os.path.abspath(name) for name in names if name)
-    return [
-        path for path in dict.fromkeys(paths) if os.path.isdir(path) and os.access(path, os.W_OK | os.X_OK)
-    ]
+    return [path for path in dict.fromkeys(paths) if os.path.isdir(path) and os.access(path, os.W_OK | os.X_OK)]
 
 
 def distrust(path: str, *, prebuilt: bool = False, follow: bool = False) -> str | None:

@@ -65,8 +65,7 @@ def parse_archs(text: str | Sequence[str], name: str = "TEJIT_ARCH") -> tuple[st
         arch = arch_of(10 * int(match[1]) + int(match[2]))
         if arch is None or (match[3] and not arch.endswith("a")):
             raise ValueError(
-                f"{name}: there are no kernels for the architecture {item!r}; "
-                f"supported are {', '.join(ARCHS)}"
+                f"{name}: there are no kernels for the architecture {item!r}; supported are {', '.join(ARCHS)}"
             )
         if arch not in found:
             found.append(arch)
@@ -120,9 +119,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         prebuilt=tuple(_path(p) for p in env.get("TEJIT_PREBUILT", "").split(os.pathsep) if p),
         quiet=env.get("TEJIT_QUIET", "").strip().lower() not in ("", "0", "false", "no"),
         lock_timeout=_number("TEJIT_LOCK_TIMEOUT", env.get("TEJIT_LOCK_TIMEOUT"), 300.0, 0.0),
-        cache_max_bytes=int(
-            _number("TEJIT_CACHE_MAX_MB", env.get("TEJIT_CACHE_MAX_MB"), 256.0, 1.0) * (1 << 20)
-        ),
+        cache_max_bytes=int(_number("TEJIT_CACHE_MAX_MB", env.get("TEJIT_CACHE_MAX_MB"), 256.0, 1.0) * (1 << 20)),
         cxx=env.get("TEJIT_CXX") or None,
         nvcc=env.get("TEJIT_NVCC") or None,
         max_jobs=int(jobs) if jobs.isdigit() and int(jobs) > 0 else None,

@@ -125,12 +125,9 @@ def find_host_compiler(settings: Settings, nvcc: Nvcc | None = None) -> Compiler
                 f"TEJIT_CXX={settings.cxx} cannot be used{purpose}: {refusal}; accepted: {accepted}",
                 f"set TEJIT_CXX to {accepted}, or unset it",
             )
-        found.append(
-            f"{origin} {shlex.join(command)}: {refusal}" if origin else f"{shlex.join(command)}: {refusal}"
-        )
+        found.append(f"{origin} {shlex.join(command)}: {refusal}" if origin else f"{shlex.join(command)}: {refusal}")
     raise ToolchainError(
-        f"no C++ compiler that can be used{purpose}: "
-        f"{'; '.join(found) or 'none on PATH'}; accepted: {accepted}",
+        f"no C++ compiler that can be used{purpose}: {'; '.join(found) or 'none on PATH'}; accepted: {accepted}",
         "apt-get install g++ (dnf install gcc-c++, conda install gxx_linux-64), or set TEJIT_CXX to one",
     )
 

@@ -250,14 +250,8 @@ def explain_failure(part: Part, status: int, space: Workspace, log: str | None) 
             log,
         )
     lines = [line.strip() for line in text.splitlines()]
-    errors = [
-        line for line in lines if _ERROR_LINE.search(line) and not line.startswith(("/bin/sh", "exec "))
-    ]
-    shown = (
-        (errors or [line for line in lines if line])[:10]
-        if errors
-        else [line for line in lines if line][-10:]
-    )
+    errors = [line for line in lines if _ERROR_LINE.search(line) and not line.startswith(("/bin/sh", "exec "))]
+    shown = (errors or [line for line in lines if line])[:10] if errors else [line for line in lines if line][-10:]
     how = f"signal {-status}" if status < 0 else f"exit {status}"
     return CompileError(
         f"the kernels for {part.label} do not compile ({how})",

@@ -95,7 +95,7 @@ class QuantizedTensorStorage:
         """Number of logical elements."""
         return math.prod(self.shape)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self) -> str:
         usages = "+".join(name for name, used in self.get_usages().items() if used) or "no data"
         plain = self.numel() * self.dtype.itemsize
         ratio = f"{self.nbytes / plain:.2f}" if plain else "-"
