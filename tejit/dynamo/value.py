@@ -180,6 +180,8 @@ def _key(quantizer: Quantizer) -> tuple[Any, ...]:
 
 
 def _equal(self: Quantizer, other: object) -> Any:
+    if not is_value_opaque_quantizer(self):  # a subclass that was not registered itself
+        return self is other
     if self is other:
         _key(self)  # a value that cannot be compared must say so even against itself
         return True
@@ -189,7 +191,7 @@ def _equal(self: Quantizer, other: object) -> Any:
 
 
 def _hash(self: Quantizer) -> int:
-    return hash(_key(self))
+    return hash(_key(self)) if is_value_opaque_quantizer(self) else object.__hash__(self)
 
 
 def _fx_repr(self: Quantizer) -> tuple[str, dict[str, Any]]:

@@ -173,9 +173,7 @@ def forget_what_is_loaded() -> None:
     messages.forget()
 
 
-def _show(
-    message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None
-) -> None:
+def _show(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
     sys.stderr.write(warnings.formatwarning(message, category, filename, lineno, line))
 
 

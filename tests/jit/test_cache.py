@@ -135,9 +135,7 @@ def test_a_named_pipe_in_place_of_the_library_does_not_hang(part: Part, root: Ro
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o770, 0o702])
-def test_a_directory_that_others_can_write_to_is_skipped(
-    mode: int, part: Part, root: Root, tmp_path: Path
-) -> None:
+def test_a_directory_that_others_can_write_to_is_skipped(mode: int, part: Part, root: Root, tmp_path: Path) -> None:
     put(part, root, tmp_path)
     os.chmod(root.path, mode)
     found = find([root], part)
@@ -185,15 +183,11 @@ def test_a_home_that_is_no_place_leads_to_the_next(tmp_path: Path, monkeypatch: 
 def test_a_cache_dir_that_is_a_file_is_an_error(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
-    with pytest.raises(
-        CacheError, match=rf"{file}.*no directory.*owner uid {os.getuid()}, own uid {os.getuid()}"
-    ):
+    with pytest.raises(CacheError, match=rf"{file}.*no directory.*owner uid {os.getuid()}, own uid {os.getuid()}"):
         choose(Settings(cache_dir=str(file)))
 
 
-def test_growth_old_and_superfluous_entries_go_and_young_ones_stay(
-    root: Root, tmp_path: Path, part: Part
-) -> None:
+def test_growth_old_and_superfluous_entries_go_and_young_ones_stay(root: Root, tmp_path: Path, part: Part) -> None:
     def entry(name: str, age_days: float, size: int) -> Path:
         folder = Path(root.store) / hashlib.sha256(name.encode()).hexdigest()
         folder.mkdir()

@@ -228,9 +228,7 @@ def test_a_cache_dir_that_is_not_trusted_is_an_error_at_import(warm: tuple[str, 
 
 
 @pytest.mark.skipif(not HAS_NVCC, reason="needs nvcc and a CUDA build of torch")
-def test_architecture_parts_are_built_beside_the_host_part_and_registered(
-    sources: Path, cache_dir: Path
-) -> None:
+def test_architecture_parts_are_built_beside_the_host_part_and_registered(sources: Path, cache_dir: Path) -> None:
     def both(root: str) -> Any:
         from tejit import jit
         from tejit.jit import loader

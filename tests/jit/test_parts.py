@@ -21,12 +21,8 @@ def test_a_unit_reaches_what_it_includes_and_nothing_else(sources: Path) -> None
 
 def test_includes_are_found_beside_the_file_from_the_root_and_in_every_branch(sources: Path) -> None:
     (sources / "fp8").mkdir()
-    (sources / "host.cpp").write_text(
-        '#include "fp8/a.h"\n# include <common/b.h>\n#if 0\n#include "c.h"\n#endif\n'
-    )
-    (sources / "fp8" / "a.h").write_text(
-        '#include "near.h"\n#include "../common/seam.h"\n#include <vector>\n'
-    )
+    (sources / "host.cpp").write_text('#include "fp8/a.h"\n# include <common/b.h>\n#if 0\n#include "c.h"\n#endif\n')
+    (sources / "fp8" / "a.h").write_text('#include "near.h"\n#include "../common/seam.h"\n#include <vector>\n')
     for name in ("fp8/near.h", "common/b.h", "c.h"):
         (sources / name).write_text("")
     reached = [name for name, _ in collect(str(sources), "host.cpp").files]

@@ -76,8 +76,6 @@ def test_a_limit_that_is_no_number_is_said_and_replaced() -> None:
         ([], False),
     ],
 )
-def test_the_command_line_is_recognised(
-    words: list[str], seen: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_line_is_recognised(words: list[str], seen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "orig_argv", ["python", *words])
     assert settings.is_command_line() is seen

@@ -96,7 +96,7 @@ def quantize_current_out(
 def dequantize(codes: Tensor, scale_inv: Tensor, fp8: int, dtype: torch.dtype) -> Tensor:
     """``float(q) * scale_inv`` rounded once to ``dtype``; ``codes`` uint8 of any shape."""
     values = codes.view(FP8_ELEMENTS[fp8].dtype).to(torch.float32)
-    return (values * scale_inv).to(dtype)
+    return (values * scale_inv.reshape(())).to(dtype)
 
 
 def make_empty(
