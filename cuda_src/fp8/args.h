@@ -54,7 +54,7 @@ static_assert(sizeof(AmaxArgs) == 32 && sizeof(AmaxFinishArgs) == 24 && sizeof(S
 struct AmaxShape {
   static constexpr int kThreads = 512;
   static constexpr int kVectors = 4;  // 16-byte loads in flight a thread
-  static constexpr int kBlocksPerSM = 4;
+  static constexpr int kBlocksPerSM = 3;
 };
 
 struct CastShape {

@@ -38,11 +38,9 @@ TEJIT_DEVICE void transpose_square(u32 (&w)[4]) {
   w[3] = permute(c, d, 0x7632);
 }
 
-// Where a tile lies, seen by one thread: rows and columns left there, and the offsets of its own first
-// element.
+// A tile, counted in tiles.
 struct Place {
-  i64 row0, col0;
-  int rows_left, cols_left;
+  u32 row, col;
 };
 
 // kWide: every address and both sizes allow whole vectors. Otherwise what can be wide is, the rest goes piece
@@ -77,48 +75,48 @@ struct TileCast {
   // Below 2^32 for whatever fits a GPU: a tensor with one row or column does not come here.
   TEJIT_DEVICE u32 tiles() const { return tile_cols * tile_rows; }
 
-  // Past the last tile: a place where nothing is left, so that loads and stores there do nothing.
+  // Past the last tile: below the last row, so that loads and stores there do nothing.
   TEJIT_DEVICE Place place(u32 t) const {
-    if (t >= tiles()) return {0, 0, 0, 0};
+    if (t >= tiles()) return {tile_rows, 0};
     if (Plan::kDescending) t = tiles() - 1 - t;
-    u32 row, col;
     if constexpr (Plan::kBand == 1) {
-      row = t / tile_cols;
-      col = t - row * tile_cols;
+      const u32 row = t / tile_cols;
+      return {row, t - row * tile_cols};
     } else {
       const u32 band = t / (tile_cols * Plan::kBand);
       const u32 in_band = t - band * tile_cols * Plan::kBand;
       const u32 left = tile_rows - band * Plan::kBand;
       const u32 height = left < Plan::kBand ? left : Plan::kBand;
-      col = in_band / height;
-      row = band * Plan::kBand + (in_band - col * height);
+      const u32 col = in_band / height;
+      return {band * Plan::kBand + (in_band - col * height), col};
     }
-    const i64 row0 = static_cast<i64>(row) * Plan::kRows, col0 = static_cast<i64>(col) * kCols;
-    return {row0, col0, clamp_left(args.rows - row0), clamp_left(args.cols - col0)};
   }
+
+  TEJIT_DEVICE static i64 row0(Place p) { return static_cast<i64>(p.row) * Plan::kRows; }
+  TEJIT_DEVICE static i64 col0(Place p) { return static_cast<i64>(p.col) * kCols; }
+  TEJIT_DEVICE int rows_left(Place p) const { return clamp_left(args.rows - row0(p)); }
+  TEJIT_DEVICE int cols_left(Place p) const { return clamp_left(args.cols - col0(p)); }
 
   // A thread's own elements: four rows from each of quads quad, quad + kQuadStep, ...; the columns of vector
   // `lane`.
-  TEJIT_DEVICE i64 first_element(const Place& p) const {
-    return (p.row0 + quad * 4) * args.cols + p.col0 + lane * kPer;
+  TEJIT_DEVICE i64 first_element(Place p) const {
+    return (row0(p) + quad * 4) * args.cols + col0(p) + lane * kPer;
   }
 
-  TEJIT_DEVICE bool has(const Place& p, int step, int r) const {
-    return (step * kQuadStep + quad) * 4 + r < p.rows_left && lane * kPer < p.cols_left;
-  }
-
-  TEJIT_DEVICE void load(const Place& p) {
+  TEJIT_DEVICE void load(Place p) {
     const bool wide = kWide || (args.cols % kPer == 0 && reinterpret_cast<u64>(args.x) % 16 == 0);
     const char* from = static_cast<const char*>(args.x) + first_element(p) * T::kBytes;
     const i64 pitch = args.cols * T::kBytes;
+    const int cols = cols_left(p) - lane * kPer;
+    const int rows = cols > 0 ? rows_left(p) - quad * 4 : 0;
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
         v[s][r] = make_uint4(0, 0, 0, 0);
-        if (has(p, s, r)) {
+        if (s * kQuadStep * 4 + r < rows) {
           const char* at = from + (s * kQuadStep * 4 + r) * pitch;
-          v[s][r] = wide ? load16<Plan::kLoad>(at, policy) : load_pieces(at, p.cols_left - lane * kPer);
+          v[s][r] = wide ? load16<Plan::kLoad>(at, policy) : load_pieces(at, cols);
         }
       }
     }
@@ -144,21 +142,23 @@ struct TileCast {
   // quads of kLanes vectors) nor those that read (16 bytes each, along a column) meet in a bank.
   TEJIT_DEVICE static int twist(int column) { return (column / kPer) * kTwist; }
 
-  TEJIT_DEVICE void convert(const Place& p, float scale, u32* buffer) const {
+  TEJIT_DEVICE void convert(Place p, float scale, u32* buffer) const {
     const bool wide = kWide || (args.cols % kPer == 0 && takes_vectors<T>(args.row));
     u8* to = args.row + first_element(p);
+    const int cols = cols_left(p) - lane * kPer;
+    const int rows = args.row != nullptr && cols > 0 ? rows_left(p) - quad * 4 : 0;
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
       u32 word[4][kPer / 4];
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
         encode_vector<T, kFormat>(v[s][r], scale, word[r]);
-        if (args.row != nullptr && has(p, s, r)) {
+        if (s * kQuadStep * 4 + r < rows) {
           u8* at = to + (s * kQuadStep * 4 + r) * args.cols;
           if (wide) {
             store_vector<T, Plan::kStore>(at, word[r]);
           } else {
-            store_pieces(at, word[r], p.cols_left - lane * kPer);
+            store_pieces(at, word[r], cols);
           }
         }
       }
@@ -185,18 +185,19 @@ struct TileCast {
   // Columns of the tile to rows of the transpose, kUnit bytes a thread: neighbours in a warp write
   // neighbouring bytes.
   template <int kUnit>
-  TEJIT_DEVICE void store_columns(const Place& p, const u32* buffer) const {
+  TEJIT_DEVICE void store_columns(Place p, const u32* buffer) const {
     constexpr int kUnits = Plan::kRows / kUnit;           // units of a column
     constexpr int kColumnStep = Plan::kThreads / kUnits;  // columns that the block's threads cover at once
     static_assert(Plan::kThreads % kUnits == 0 && kCols % kColumnStep == 0, "whole columns and steps");
     const int unit = threadIdx.x % kUnits;
     const int start = threadIdx.x / kUnits;
-    if (unit * kUnit >= p.rows_left) return;
-    u8* to = args.col + (p.col0 + start) * args.rows + p.row0 + unit * kUnit;
+    if (unit * kUnit >= rows_left(p)) return;
+    const int cols = cols_left(p);
+    u8* to = args.col + (col0(p) + start) * args.rows + row0(p) + unit * kUnit;
 #pragma unroll 4
     for (int i = 0; i < kCols; i += kColumnStep) {
       const int column = start + i;
-      if (column >= p.cols_left) break;
+      if (column >= cols) break;
       const int by = twist(column);
       const u32* from = buffer + column * kQuads;
       u8* at = to + i * args.rows;
