@@ -37,28 +37,35 @@ TEJIT_DEVICE void amax_partial(const AmaxArgs& args) {
 
   u32 m = 0;
   const u64 policy = Plan::kLoad == Load::kEvictFirst ? evict_first_policy() : 0;
+  const i64 whole = vectors / kChunk;
   const i64 chunks = (vectors + kChunk - 1) / kChunk;
   for (i64 c = blockIdx.x; c < chunks; c += gridDim.x) {
-    const i64 first = (Plan::kDescending ? chunks - 1 - c : c) * kChunk + threadIdx.x;
+    const i64 chunk = Plan::kDescending ? chunks - 1 - c : c;
+    const i64 first = chunk * kChunk + threadIdx.x;
     const char* from = aligned + first * 16;
-    const int left = clamp_left(vectors - first);
     uint4 v[Plan::kVectors];
+    if (chunk < whole) {
 #pragma unroll
-    for (int i = 0; i < Plan::kVectors; ++i) {
-      v[i] = make_uint4(0, 0, 0, 0);
-      if (i * Plan::kThreads < left) v[i] = load16<Plan::kLoad>(from + i * Plan::kThreads * 16, policy);
+      for (int i = 0; i < Plan::kVectors; ++i)
+        v[i] = load16<Plan::kLoad>(from + i * Plan::kThreads * 16, policy);
+    } else {
+      const int left = static_cast<int>(vectors - whole * kChunk) - static_cast<int>(threadIdx.x);
+#pragma unroll
+      for (int i = 0; i < Plan::kVectors; ++i) {
+        v[i] = make_uint4(0, 0, 0, 0);
+        if (i * Plan::kThreads < left) v[i] = load16<Plan::kLoad>(from + i * Plan::kThreads * 16, policy);
+      }
     }
 #pragma unroll
     for (int i = 0; i < Plan::kVectors; ++i) m = T::amax_step(m, v[i]);
   }
   float amax = T::amax_result(m);
 
-  if (blockIdx.x == 0) {
-    const i64 tail = args.n - head - vectors * T::kPerVector;
-    for (i64 i = threadIdx.x; i < head + tail; i += Plan::kThreads) {
-      const i64 at = i < head ? i : args.n - tail + (i - head);
-      amax = fmaxf(amax, fabsf(T::load(x, at)));
-    }
+  // At most two vectors' worth: one for a thread.
+  const i64 loose = args.n - vectors * T::kPerVector;
+  if (blockIdx.x == 0 && threadIdx.x < loose) {
+    const i64 at = threadIdx.x < head ? threadIdx.x : vectors * T::kPerVector + threadIdx.x;
+    amax = fmaxf(amax, fabsf(T::load(x, at)));
   }
   amax = block_max<Plan::kThreads>(amax, scratch);
   if (threadIdx.x == 0) args.partial[blockIdx.x] = amax;
@@ -69,6 +76,7 @@ TEJIT_DEVICE void amax_finish(const AmaxFinishArgs& args) {
   __shared__ u32 scratch[32];
   wait_for_previous_kernel();
   float m = 0.0f;
+#pragma unroll 2
   for (int i = threadIdx.x; i < args.count; i += kThreads) m = fmaxf(m, load_shared_value(args.partial + i));
   m = block_max<kThreads>(m, scratch);
   if (threadIdx.x == 0) *args.amax = m;

@@ -45,38 +45,42 @@ TEJIT_DEVICE void cast_rowwise(const CastArgs& args) {
       reinterpret_cast<u64>(x) % 16 == 0 && takes_vectors<T>(args.row) && takes_vectors<T>(args.col);
   // Nothing is written where no output is asked for: then only scale_inv counts.
   const i64 vectors = wide && (args.row || args.col) ? n / T::kPerVector : 0;
+  const i64 whole = vectors / kChunk;
   const i64 chunks = (vectors + kChunk - 1) / kChunk;
+  const int rest = static_cast<int>(vectors - whole * kChunk) - static_cast<int>(threadIdx.x);
   const u64 policy = Plan::kLoad == Load::kEvictFirst ? evict_first_policy() : 0;
 
   uint4 v[Plan::kVectors];
-  const auto first_of = [&](i64 c) {
-    return (Plan::kDescending ? chunks - 1 - c : c) * kChunk + threadIdx.x;
-  };
+  const auto chunk_of = [&](i64 c) { return Plan::kDescending ? chunks - 1 - c : c; };
   const auto load = [&](i64 c) {
     if (c >= chunks) return;
-    const i64 first = first_of(c);
-    const int left = clamp_left(vectors - first);
+    const i64 chunk = chunk_of(c);
+    const char* from = x + (chunk * kChunk + threadIdx.x) * 16;
+    if (chunk < whole) {
 #pragma unroll
-    for (int i = 0; i < Plan::kVectors; ++i) {
-      if (i * Plan::kThreads < left)
-        v[i] = load16<Plan::kLoad>(x + (first + i * Plan::kThreads) * 16, policy);
+      for (int i = 0; i < Plan::kVectors; ++i)
+        v[i] = load16<Plan::kLoad>(from + i * Plan::kThreads * 16, policy);
+    } else {
+#pragma unroll
+      for (int i = 0; i < Plan::kVectors; ++i) {
+        if (i * Plan::kThreads < rest) v[i] = load16<Plan::kLoad>(from + i * Plan::kThreads * 16, policy);
+      }
     }
   };
 
   load(blockIdx.x);
   const float scale = scale_of_block<Plan::kThreads>(args, Traits<kFormat>::kMax);
   for (i64 c = blockIdx.x; c < chunks; c += gridDim.x) {
-    const i64 first = first_of(c);
-    const int left = clamp_left(vectors - first);
-    u8* row = args.row + first * T::kPerVector;
-    u8* col = args.col + first * T::kPerVector;
+    const i64 chunk = chunk_of(c);
+    const i64 first = (chunk * kChunk + threadIdx.x) * T::kPerVector;
 #pragma unroll
     for (int i = 0; i < Plan::kVectors; ++i) {
-      if (i * Plan::kThreads < left) {
+      if (chunk < whole || i * Plan::kThreads < rest) {
+        const i64 at = first + i * Plan::kThreads * T::kPerVector;
         u32 word[T::kPerVector / 4];
         encode_vector<T, kFormat>(v[i], scale, word);
-        if (args.row) store_vector<T, Plan::kStore>(row + i * Plan::kThreads * T::kPerVector, word);
-        if (args.col) store_vector<T, Plan::kStore>(col + i * Plan::kThreads * T::kPerVector, word);
+        if (args.row) store_vector<T, Plan::kStore>(args.row + at, word);
+        if (args.col) store_vector<T, Plan::kStore>(args.col + at, word);
       }
     }
     load(c + gridDim.x);

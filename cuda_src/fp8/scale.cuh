@@ -37,6 +37,7 @@ TEJIT_DEVICE float scale_of_block(const CastArgs& args, float fp8_max) {
     amax = load_shared_value(args.amax);  // a caller's own amax may be NaN, which a maximum would lose
   } else {
     float m = 0.0f;
+#pragma unroll 2
     for (int i = threadIdx.x; i < args.amax_count; i += kThreads)
       m = fmaxf(m, load_shared_value(args.amax + i));
     amax = block_max<kThreads>(m, scratch);

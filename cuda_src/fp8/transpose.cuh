@@ -197,17 +197,19 @@ struct TileCast {
 #pragma unroll 4
     for (int i = 0; i < kCols; i += kColumnStep) {
       const int column = start + i;
-      if (column >= cols) break;
       const int by = twist(column);
       const u32* from = buffer + column * kQuads;
       u8* at = to + i * args.rows;
+      // Read in any case, so that several reads of shared memory are under way before the first store.
       if constexpr (kUnit == 16) {
-        uint4 w = *reinterpret_cast<const uint4*>(from + 4 * (unit ^ (by >> 2)));
-        store16<Plan::kStore>(at, kTwist < 4 ? untwist(w, by & 3) : w);
+        const uint4 w = *reinterpret_cast<const uint4*>(from + 4 * (unit ^ (by >> 2)));
+        if (column < cols) store16<Plan::kStore>(at, kTwist < 4 ? untwist(w, by & 3) : w);
       } else if constexpr (kUnit == 4) {
-        store4<Plan::kStore>(at, from[unit ^ by]);
+        const u32 w = from[unit ^ by];
+        if (column < cols) store4<Plan::kStore>(at, w);
       } else {
-        *at = static_cast<u8>(from[(unit / 4) ^ by] >> (8 * (unit % 4)));
+        const u32 w = from[(unit / 4) ^ by];
+        if (column < cols) *at = static_cast<u8>(w >> (8 * (unit % 4)));
       }
     }
   }
