@@ -38,7 +38,7 @@ class Part {
     const auto known = kernels_.find(name);
     if (known != kernels_.end()) return known->second;
     driver::Handle found = nullptr;
-    std::string why = "it is not in there";
+    std::string why = "it is not in there, or the CUDA runtime in that file does not take this driver";
     if (kind_ == PartKind::kSharedObject) {
       found = find_(name);
     } else {
