@@ -48,6 +48,9 @@ struct Functions {
   int (*driver_version)(int* version) = nullptr;
   int (*device_get)(int* device, int ordinal) = nullptr;
   int (*device_attribute)(int* value, int attribute, int device) = nullptr;
+  int (*context_get)(Handle* context) = nullptr;
+  int (*context_set)(Handle context) = nullptr;
+  int (*primary_retain)(Handle* context, int device) = nullptr;
   int (*library_load)(Handle* library, const void* code, void* jit_options, void** jit_values,
                       unsigned jit_count, void* options, void** values, unsigned count) = nullptr;
   int (*library_kernel)(Handle* kernel, Handle library, const char* name) = nullptr;
@@ -60,7 +63,7 @@ struct Functions {
 };
 
 inline Functions look_up() {
-  void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL);
+  void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) {
     const char* why = dlerror();
     fail("tejit: the CUDA driver's library libcuda.so.1 cannot be loaded (", why ? why : "no reason given",
@@ -78,6 +81,9 @@ inline Functions look_up() {
   find(f.driver_version, "cuDriverGetVersion");
   find(f.device_get, "cuDeviceGet");
   find(f.device_attribute, "cuDeviceGetAttribute");
+  find(f.context_get, "cuCtxGetCurrent");
+  find(f.context_set, "cuCtxSetCurrent");
+  find(f.primary_retain, "cuDevicePrimaryCtxRetain");
   find(f.library_load, "cuLibraryLoadData");
   find(f.library_kernel, "cuLibraryGetKernel");
   find(f.launch, "cuLaunchKernel");
@@ -126,6 +132,22 @@ inline DeviceFacts device_facts(int ordinal) {
   if (ordinal < 0 || ordinal >= kKept) return ask_device(ordinal);
   std::call_once(asked[ordinal], [ordinal] { known[ordinal] = ask_device(ordinal); });
   return known[ordinal];
+}
+
+// A thread that made no CUDA call yet has no context, and torch's device guard does not give it one when the
+// device is the one torch takes for current. torch's own launches bind it; the driver's need it bound.
+inline void bind_context(int ordinal) {
+  const driver::Functions& f = driver::functions();
+  driver::Handle context = nullptr;
+  int result = f.context_get(&context);
+  if (result == 0 && context != nullptr) return;
+  int device = 0;
+  result = f.device_get(&device, ordinal);
+  // Kept, like torch's own hold on it; this happens once a thread at most.
+  if (result == 0) result = f.primary_retain(&context, device);
+  if (result == 0) result = f.context_set(context);
+  if (result != 0)
+    fail("tejit: cuda:", ordinal, " cannot be made current in this thread: ", driver::describe(result));
 }
 
 // torch's current stream on a device. The function lives in libtorch_cuda.so, which a CPU build of torch does

@@ -34,6 +34,7 @@ class Launcher {
       fail("tejit: there are no kernels for cuda:", device, ", compute capability ", facts_.cc / 10, ".",
            facts_.cc % 10, "; build them with python -m tejit warm, or set TEJIT_BACKEND=torch");
     }
+    bind_context(device);
   }
 
   // Blocks that are enough for so many pieces of work, and no more than the GPU holds at once.
