@@ -69,6 +69,16 @@ def constant_result(function: F) -> F:
 
 def default_device() -> torch.device | None:
     """The device chosen by ``torch.set_default_device`` or ``with torch.device(...)``, None where none was."""
-    import torch.utils._device as state
+    device = torch.get_default_device()
+    return device if device.type != "cpu" or _device_was_chosen() else None
 
-    return state.CURRENT_DEVICE
+
+@constant_result
+def _device_was_chosen() -> bool:
+    """Whether somebody chose cpu, rather than nobody anything."""
+    import torch.overrides
+    from torch.utils._device import DeviceContext
+
+    if getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None) is not None:
+        return True
+    return any(isinstance(mode, DeviceContext) for mode in torch.overrides._get_current_function_mode_stack())

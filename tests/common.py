@@ -31,8 +31,8 @@ def short(value: object) -> str:
 def raw(tensor: torch.Tensor) -> np.ndarray:
     """The bytes of a tensor, last axis widened by the element size."""
     tensor = tensor.detach().cpu().contiguous()
-    if tensor.dim() == 0:
-        tensor = tensor.reshape(1)
+    if tensor.dim() == 0 or tensor.numel() == 0:
+        tensor = tensor.reshape(-1).clone()
     return tensor.view(torch.uint8).numpy()
 
 

@@ -15,6 +15,29 @@ from tejit.tensor.storage import QuantizedTensorStorage
 
 Self = TypeVar("Self", bound="QuantizedTensor")
 
+
+def make_wrapper(
+    cls: Any,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    requires_grad: bool,
+    device: torch.device | None,
+    stride: tuple[int, ...] | None,
+) -> Any:
+    """The ``torch.Tensor`` side of a quantized tensor; only for a class's own ``__new__``.
+
+    ``stride`` None means contiguous (torch's own helper for that does not trace on 2.11).
+    """
+    if stride is None:
+        steps = [1]
+        for size in reversed(shape[1:]):
+            steps.append(steps[-1] * size)
+        stride = tuple(reversed(steps)) if shape else ()
+    return Tensor._make_wrapper_subclass(
+        cls, shape, strides=stride, dtype=dtype, device=device, requires_grad=requires_grad
+    )
+
+
 if TYPE_CHECKING:  # what every concrete class also is; torch.Tensor comes first in the order of look-up
     _Mixed = QuantizedTensorStorage
 else:
@@ -39,9 +62,7 @@ class QuantizedTensor(Tensor, _Mixed):
         stride: tuple[int, ...] | None = None,
         **buffers: Any,
     ) -> Self:
-        return Tensor._make_wrapper_subclass(
-            cls, shape, strides=stride, dtype=dtype, device=device, requires_grad=requires_grad
-        )
+        return make_wrapper(cls, shape, dtype, requires_grad, device, stride)
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
