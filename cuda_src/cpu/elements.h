@@ -8,7 +8,7 @@ namespace tejit::cpu {
 
 enum class In : int { f32 = 0, f16 = 1, bf16 = 2 };
 
-inline int64_t bytes_of(In in) {
+constexpr int64_t bytes_of(In in) {
   return in == In::f32 ? 4 : 2;
 }
 

@@ -21,7 +21,7 @@ namespace detail {
 // enters.
 template <bool wide>
 TEJIT_NOINLINE inline uint32_t amax_bits(const uint8_t* x, int64_t n, uint32_t infinity) {
-  constexpr int64_t step = simd::kBytes / (wide ? 4 : 2);
+  constexpr int64_t size = wide ? 4 : 2, step = simd::kBytes / size;
   constexpr int accumulators = 4;  // one would wait for itself
   const simd::Int magnitude = wide ? simd::fill32(0x7FFFFFFFu) : simd::fill16(0x7FFF);
   const simd::Int limit = wide ? simd::fill32(infinity) : simd::fill16(static_cast<int>(infinity));
@@ -39,7 +39,7 @@ TEJIT_NOINLINE inline uint32_t amax_bits(const uint8_t* x, int64_t n, uint32_t i
   for (; done < n; done += step) {
     alignas(64) uint8_t padded[simd::kBytes] = {};
     const int64_t left = n - done < step ? n - done : step;
-    std::memcpy(padded, x, static_cast<size_t>(left * (wide ? 4 : 2)));
+    std::memcpy(padded, x, static_cast<size_t>(left * size));
     acc[0] = join(acc[0], simd::load(padded));
     x += simd::kBytes;
   }

@@ -35,11 +35,11 @@ inline uint8_t fp8_encode(float value, float scale, const Fp8& format) {
 // kBytes elements to kBytes bytes, for a finite scale > 0 (so that a result is a NaN, or negative, exactly
 // where the element is).
 //
-// Rounding: let p be the power of two at or below y, at least the smallest normal number. y + p * 2^(23 -
-// mantissa bits) is a float32 whose last place is one unit of FP8 at y, subnormals included, so one addition
-// rounds to nearest even and leaves the count of units in the low bits. Adding p's exponent, shifted to where
-// FP8 has its own, gives the code: a count that reaches the next power of two carries into the exponent as it
-// should.
+// Rounding: let p be the power of two at or below y, at least FP8's smallest normal number, and b FP8's count
+// of mantissa bits. y + p * 2^(23 - b) is a float32 whose last place is one unit of FP8 at y, subnormals
+// included, so one addition rounds to nearest even and leaves the count of units in the low bits. Adding p's
+// exponent, shifted to where FP8 has its own, gives the code: a count that reaches the next power of two
+// carries into the exponent as it should.
 class Fp8Encoder {
  public:
   static constexpr int kElements = simd::kBytes;
@@ -70,7 +70,7 @@ class Fp8Encoder {
   template <In in>
   simd::Int some(const uint8_t* x, int64_t n) const {
     alignas(64) uint8_t padded[kElements * 4] = {};
-    std::memcpy(padded, x, static_cast<size_t>(n * (in == In::f32 ? 4 : 2)));
+    std::memcpy(padded, x, static_cast<size_t>(n * bytes_of(in)));
     return full<in>(padded);
   }
 
@@ -91,14 +91,14 @@ class Fp8Encoder {
     const simd::Int magnitude = x & simd::fill16(0x7FFF);
     const auto code = [&](simd::Int in_upper_half) {
       if constexpr (in == In::bf16) return biased_code(simd::as_float(in_upper_half));
-      // Placed as if the exponent had float32's bias, then put right by the difference of the biases, 127 -
-      // 15: exact for subnormals too. The exponent of inf comes out finite and is dealt with below.
+      // Read with float32's exponent bias of 127 instead of 15, then put right by 2^112: exact for subnormals
+      // too. The exponent of inf comes out finite and is dealt with below.
       return biased_code(simd::mul(simd::as_float(simd::shr32<3>(in_upper_half)), simd::fill(0x1p112f)));
     };
     simd::Int w =
         simd::merge_odd(code(simd::shl32<16>(magnitude)), code(magnitude & simd::fill32(0xFFFF0000u)));
     w = simd::sub16(w, bias_);
-    if (in == In::f16)
+    if constexpr (in == In::f16)
       w = simd::where_gt16(magnitude, simd::fill16(infinity_bits(In::f16) - 1), max_code_, w);
     w = simd::or_and(w, simd::shr16<8>(x), simd::fill16(0x80));
     return simd::where_gt16(magnitude, simd::fill16(infinity_bits(in)), simd::fill16(kNanCode), w);
