@@ -27,9 +27,7 @@ try:
 except ModuleNotFoundError as missing:
     if missing.name not in ("matplotlib", "torch", "tqdm", "tejit"):
         raise
-    sys.exit(
-        f"train_lm.py needs {missing.name}: run  pip install '.[examples]'  in the folder of pyproject.toml"
-    )
+    sys.exit(f"train_lm.py needs {missing.name}: run  pip install '.[examples]'  in the folder of pyproject.toml")
 
 from lm.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from lm.data import Text, TextError, read_text, unigram_entropy, validation_windows
@@ -68,9 +66,7 @@ def device(text: str) -> torch.device:
     if wanted.type == "cuda":
         count = torch.cuda.device_count()
         if (wanted.index or 0) >= count:
-            raise argparse.ArgumentTypeError(
-                f"{text!r}: torch {torch.__version__} sees {count} CUDA devices here"
-            )
+            raise argparse.ArgumentTypeError(f"{text!r}: torch {torch.__version__} sees {count} CUDA devices here")
     return wanted
 
 
@@ -99,13 +95,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--recipe", choices=[*RECIPES, "all"], default="all", help=f"{recipes}; default all")
     parser.add_argument("--size", choices=SIZES, default="small", help="the model; large is meant for a GPU")
     parser.add_argument("--steps", type=positive, help=f"optimizer steps of each run; default {steps}")
-    parser.add_argument(
-        "--seed", type=int, default=0, help="of the weights and of the order of the data; default 0"
-    )
+    parser.add_argument("--seed", type=int, default=0, help="of the weights and of the order of the data; default 0")
     default_device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument(
-        "--device", type=device, default=default_device, help=f"default here {default_device}"
-    )
+    parser.add_argument("--device", type=device, default=default_device, help=f"default here {default_device}")
     parser.add_argument("--compile", action="store_true", help="torch.compile the model, backward included")
     parser.add_argument(
         "--out", type=picture, default=Path("loss.png"), metavar="FILE", help="the picture; default loss.png"
@@ -150,9 +142,7 @@ def introduction(size: Size, steps: int, text: Text, device: torch.device) -> st
     )
 
 
-def run_recipes(
-    arguments: argparse.Namespace, names: Sequence[str]
-) -> tuple[dict[str, History], float] | None:
+def run_recipes(arguments: argparse.Namespace, names: Sequence[str]) -> tuple[dict[str, History], float] | None:
     """Train with each recipe. Returns the histories by recipe and the unigram entropy, None when stopped.
 
     Raises:

@@ -2,9 +2,34 @@
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Callable
 
 import pytest
+
+
+@pytest.fixture
+def need_kernels() -> Callable[[str], None]:
+    """`need_kernels(device)` skips the test where that device's compiled kernels cannot be had.
+
+    Under TEJIT_COMPILE=never it fails instead: who forbids the compiler has warmed the cache before.
+    """
+    import torch
+
+    from tejit import TejitError
+    from tejit.kernels.backend import backend, use_ops
+
+    def need(device: str) -> None:
+        try:
+            with backend("kernels"):
+                use_ops(torch.device(device))
+        except TejitError as error:
+            if os.environ.get("TEJIT_COMPILE") == "never":
+                pytest.fail(str(error))
+            pytest.skip(str(error).splitlines()[0])
+
+    return need
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -37,9 +37,7 @@ def load_checkpoint(path: Path, settings: dict[str, Any]) -> dict[str, dict[str,
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(f"{path} cannot be read ({first_line}): run without --resume") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{path} is no checkpoint of this program (format {FORMAT}): run without --resume"
-        )
+        raise CheckpointError(f"{path} is no checkpoint of this program (format {FORMAT}): run without --resume")
     for name, wanted in settings.items():
         found = content["settings"].get(name)
         if found != wanted:

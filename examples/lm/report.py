@@ -33,9 +33,7 @@ def table(histories: Mapping[str, History], entropy: float) -> str:
         )
     rows.append(("byte frequencies alone", f"{entropy:.4f}", "", ""))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows
-    ]
+    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
     lines.insert(1, "-" * len(lines[0]))
     lines.append(
         "Losses are nats per byte, a token is a byte. Last row: the unigram entropy of the text, "

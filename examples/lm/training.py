@@ -117,9 +117,7 @@ class Run:
             betas=(0.9, 0.95),
             fused=True,
         )
-        self.loss: Callable[[Tensor], Tensor] = (
-            torch.compile(self._loss, dynamic=False) if compile else self._loss
-        )
+        self.loss: Callable[[Tensor], Tensor] = torch.compile(self._loss, dynamic=False) if compile else self._loss
 
     @property
     def done(self) -> bool:
@@ -187,9 +185,7 @@ class Run:
     def finished_state_dict(self) -> dict[str, Any]:
         """What is kept of a run that needs no resuming: the history, and the weights on the CPU."""
         weights = self.model.state_dict()
-        weights = {
-            name: value.cpu() if isinstance(value, Tensor) else value for name, value in weights.items()
-        }
+        weights = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in weights.items()}
         return {"step": self.step, "history": asdict(self.history), "model": weights}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

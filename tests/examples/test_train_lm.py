@@ -154,15 +154,11 @@ def test_checkpoints_that_cannot_be_resumed_say_why(
         load_checkpoint(path, {"seed": 0})
 
 
-def test_text_is_split_by_file_and_leaves_tests_and_packages_out(
-    examples_on_path: None, tmp_path: Path
-) -> None:
+def test_text_is_split_by_file_and_leaves_tests_and_packages_out(examples_on_path: None, tmp_path: Path) -> None:
     from lm.data import MAX_BYTES_PER_FILE, TextError, is_validation, read_text, source_files
 
     for number in range(200):
-        folder = tmp_path / (
-            "site-packages" if number % 10 == 0 else "test" if number % 10 == 1 else "package"
-        )
+        folder = tmp_path / ("site-packages" if number % 10 == 0 else "test" if number % 10 == 1 else "package")
         folder.mkdir(exist_ok=True)
         line = f"{number:03} {folder.name}\n"
         (folder / f"module{number}.py").write_text(line * (2 * MAX_BYTES_PER_FILE // len(line)))

@@ -1,0 +1,42 @@
+"""tejit: train and run PyTorch models in low precision.
+
+Importing it loads the compiled kernels from the cache and builds them on the first import of a machine;
+where that is not possible the same numerics run in plain torch.
+"""
+
+from tejit import dynamo, jit, recipe
+from tejit.formats import Float8CurrentScalingQuantizer, Float8Tensor, Float8TensorStorage
+from tejit.jit import CacheError, CompileError, KernelNotCached, TejitError, ToolchainError, warm
+from tejit.kernels import library as _ops  # noqa: F401 - registers the ops
+from tejit.kernels.backend import DEFAULT as _BACKEND
+from tejit.kernels.backend import backend
+from tejit.nn import Linear
+from tejit.recipe import autocast, is_fp8_available
+from tejit.tensor import InnerTensor, QuantizedTensor, QuantizedTensorStorage, Quantizer
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CacheError",
+    "CompileError",
+    "Float8CurrentScalingQuantizer",
+    "Float8Tensor",
+    "Float8TensorStorage",
+    "InnerTensor",
+    "KernelNotCached",
+    "Linear",
+    "QuantizedTensor",
+    "QuantizedTensorStorage",
+    "Quantizer",
+    "TejitError",
+    "ToolchainError",
+    "autocast",
+    "backend",
+    "dynamo",
+    "is_fp8_available",
+    "recipe",
+    "warm",
+]
+
+if _BACKEND != "torch" and not jit.is_command_line():
+    jit.load()

@@ -1,0 +1,69 @@
+"""Facts of hardware: what a device's tensor cores take. Asked of the tensor's own device, never of the current one."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from tejit import compat
+
+
+@compat.constant_result
+def cuda_capability(device: torch.device) -> tuple[int, int] | None:
+    """Compute capability (major, minor) of a CUDA device; None where it cannot be asked.
+
+    That is every other kind of device, and a CUDA device named on a machine without one (in a
+    ``TensorSpec``, under ``FakeTensorMode``).
+    """
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    return _capability_of_index(device.index)
+
+
+@functools.cache
+def _capability_of_index(index: int | None) -> tuple[int, int] | None:
+    if not torch.cuda.is_available():
+        return None
+    try:
+        return torch.cuda.get_device_capability(index)
+    except (AssertionError, RuntimeError, ValueError):
+        return None  # an index beyond the devices of this machine
+
+
+def fp8_gemm_takes_every_layout(device: torch.device) -> bool:
+    """Whether the FP8 GEMM of ``device`` reads either operand transposed as well.
+
+    Datacenter Blackwell (capability 10.0 up to below 12.0) and 13.0 up do; everything else reads only
+    operands whose contracted dimension is contiguous ("TN"), so columnwise data is stored transposed.
+    """
+    capability = cuda_capability(device)
+    return capability is not None and ((10, 0) <= capability < (12, 0) or capability >= (13, 0))
+
+
+def fp8_gemm_reason(device: torch.device) -> str | None:
+    """Why the per-tensor FP8 GEMM is not native on ``device``; None where it is (capability 8.9 up)."""
+    if device.type != "cuda":
+        return f"{device.type} has no FP8 GEMM; the same bytes are dequantized and multiplied"
+    capability = cuda_capability(device)
+    if capability is None:
+        return "the compute capability of this device cannot be asked"
+    if capability < (8, 9):
+        return f"compute capability {capability[0]}.{capability[1]}; FP8 tensor cores start at 8.9"
+    return None
+
+
+@compat.constant_result
+def fp8_gemm_is_native(device: torch.device) -> bool:
+    """Whether the per-tensor FP8 GEMM runs on ``device``'s tensor cores."""
+    return fp8_gemm_reason(device) is None
+
+
+def resolve_device(device: torch.device | str | int | None) -> torch.device:
+    """The device meant by an argument: None is torch's default where one was set, else cuda if there is one, else
+    cpu."""
+    if device is None:
+        device = compat.default_device()
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return device if isinstance(device, torch.device) else torch.device(device)

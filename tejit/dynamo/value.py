@@ -1,0 +1,205 @@
+"""Quantizers as values: equal by class and fields, constants to ``torch.compile``, rebuilt from an expression."""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import inspect
+import types
+import typing
+from typing import Any, TypeVar
+
+import torch
+
+from tejit import compat
+from tejit.tensor.quantizer import Quantizer
+from tejit.tensor.serialization import allow
+
+Q = TypeVar("Q", bound=type[Quantizer])
+
+#: Registered classes by (module, qualified name), so that local classes can be rebuilt too.
+_registered: dict[tuple[str, str], type[Quantizer]] = {}
+
+_PLAIN = (bool, int, float, str, torch.dtype, type(None))
+
+
+def register_value_opaque_quantizer(cls: Q) -> Q:
+    """Make a quantizer class a value class; also usable as a decorator.
+
+    Its fields are the annotated attributes of the class and its bases. Instances become equal by class and
+    fields and hashable, are constants in compiled graphs (an equal quantizer never recompiles, a changed
+    one does), and survive pickle.
+
+    Raises ``TypeError`` for a field that is not int, bool, float, str, ``torch.dtype``, None, an Enum or
+    another quantizer, naming the field; and what torch raises where it refuses the class.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, Quantizer)):
+        raise TypeError(f"{cls!r} is not a subclass of tejit.Quantizer")
+    if is_value_opaque_quantizer(cls):
+        return cls
+    fields = _annotated_fields(cls)
+    methods = {
+        name
+        for klass in cls.__mro__
+        if issubclass(klass, Quantizer)
+        for name, member in vars(klass).items()
+        if isinstance(member, types.FunctionType) and not name.startswith("__")
+    }
+    for name, method in (
+        ("__eq__", _equal),
+        ("__hash__", _hash),
+        ("__fx_repr__", _fx_repr),
+        ("__reduce__", _reduce),
+    ):
+        setattr(cls, name, method)
+    cls._value_fields = fields
+    _registered[cls.__module__, cls.__qualname__] = cls
+    compat.register_constant_class(cls, fields=fields, methods=sorted(methods))
+    allow(cls)
+    return cls
+
+
+def is_value_opaque_quantizer(cls_or_quantizer: Any) -> bool:
+    """Whether this class (or this quantizer's class) itself was registered; a subclass of a registered one is not."""
+    cls = cls_or_quantizer if isinstance(cls_or_quantizer, type) else type(cls_or_quantizer)
+    return cls.__dict__.get("_value_fields") is not None
+
+
+def _annotated_fields(cls: type[Quantizer]) -> tuple[str, ...]:
+    fields: dict[str, None] = {}
+    for klass in reversed(cls.__mro__):
+        if not issubclass(klass, Quantizer):
+            continue
+        for name, hint in inspect.get_annotations(klass, eval_str=True).items():
+            if name.startswith("_"):
+                continue
+            for option in _options(hint):
+                _check_type(cls, name, option)
+            fields[name] = None
+    return tuple(fields)
+
+
+def _options(hint: Any) -> tuple[Any, ...]:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return typing.get_args(hint)
+    return (hint,)
+
+
+def _check_type(cls: type, name: str, hint: Any) -> None:
+    allowed = hint is None or hint in _PLAIN
+    if not allowed and isinstance(hint, type):
+        allowed = issubclass(hint, (enum.Enum, Quantizer))
+    if not allowed:
+        raise TypeError(
+            f"{cls.__qualname__}.{name} is annotated {hint!r}; a value quantizer's fields are int, bool, float, str,"
+            " torch.dtype, None, an Enum or another quantizer. Keep other state out of the annotations, or do not"
+            " register the class (it then has identity semantics)."
+        )
+
+
+# -- values as literals ---------------------------------------------------------------------------------------
+def encode(quantizer: Quantizer) -> tuple[Any, ...]:
+    """A quantizer as nested tuples of strings: ``(module, qualname, ((field, kind, text), ...))``.
+
+    Comparable, hashable, and a valid expression: inf and nan survive, and no module or class object is held.
+
+    Raises ``TypeError`` for a field whose value is of no allowed type, naming it.
+    """
+    cls = type(quantizer)
+    assert cls._value_fields is not None
+    fields = tuple([(name, *_encode_value(cls, name, getattr(quantizer, name))) for name in cls._value_fields])
+    return cls.__module__, cls.__qualname__, fields
+
+
+def _encode_value(cls: type, name: str, value: Any) -> tuple[str, Any]:
+    if value is None:
+        return "none", ""
+    if isinstance(value, enum.Enum):
+        kind = type(value)
+        return "enum", (kind.__module__, kind.__qualname__, value.name)
+    if isinstance(value, bool):
+        return "bool", str(value)
+    if isinstance(value, int):
+        return "int", str(value)
+    if isinstance(value, float):
+        return "float", value.hex()
+    if isinstance(value, str):
+        return "str", value
+    if isinstance(value, torch.dtype):
+        return "dtype", str(value).removeprefix("torch.")
+    if isinstance(value, Quantizer) and is_value_opaque_quantizer(value):
+        return "quantizer", encode(value)
+    raise TypeError(
+        f"{cls.__qualname__}.{name} is {value!r} of type {type(value).__name__}, which cannot be part of a value."
+        " A process group is passed with each call (amax_reduction_group=...), never kept in a quantizer."
+    )
+
+
+def _decode_value(kind: str, text: Any) -> Any:
+    if kind == "none":
+        return None
+    if kind == "enum":
+        module, qualname, name = text
+        return _look_up(module, qualname)[name]
+    if kind == "dtype":
+        return getattr(torch, text)
+    if kind == "quantizer":
+        return rebuild_quantizer(text)
+    if kind == "float":
+        return float.fromhex(text)
+    if kind == "bool":
+        return text == "True"
+    return int(text) if kind == "int" else text
+
+
+def _look_up(module: str, qualname: str) -> Any:
+    found: Any = importlib.import_module(module)
+    for part in qualname.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def rebuild_quantizer(encoded: tuple[Any, ...]) -> Quantizer:
+    """Inverse of :func:`encode`; derived state is rebuilt by the constructor."""
+    module, qualname, fields = encoded
+    if (module, qualname) not in _registered:
+        importlib.import_module(module)
+    cls = _registered.get((module, qualname)) or _look_up(module, qualname)
+    blank = cls.__new__(cls)
+    values = {name: _decode_value(kind, text) for name, kind, text in fields}
+    return Quantizer._from_fields(blank, values)
+
+
+# -- the methods a registered class gets ------------------------------------------------------------------------
+def _key(quantizer: Quantizer) -> tuple[Any, ...]:
+    key = quantizer.__dict__.get("_encoded")
+    if key is None:
+        key = encode(quantizer)
+        object.__setattr__(quantizer, "_encoded", key)
+    return key
+
+
+def _equal(self: Quantizer, other: object) -> Any:
+    if not is_value_opaque_quantizer(self):  # a subclass that was not registered itself
+        return self is other
+    if self is other:
+        _key(self)  # a value that cannot be compared must say so even against itself
+        return True
+    if type(self) is not type(other):
+        return NotImplemented
+    return _key(self) == _key(typing.cast(Quantizer, other))
+
+
+def _hash(self: Quantizer) -> int:
+    return hash(_key(self)) if is_value_opaque_quantizer(self) else object.__hash__(self)
+
+
+def _fx_repr(self: Quantizer) -> tuple[str, dict[str, Any]]:
+    return f"_tejit_rebuild_quantizer({_key(self)!r})", {"_tejit_rebuild_quantizer": rebuild_quantizer}
+
+
+def _reduce(self: Quantizer) -> tuple[Any, ...]:
+    return rebuild_quantizer, (_key(self),)
+
+
+allow(rebuild_quantizer)

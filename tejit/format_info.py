@@ -1,0 +1,74 @@
+"""Facts of the formats: every maximum, block size and scale type of the package is read from here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class ElementInfo:
+    """A low-precision element type.
+
+    Attributes:
+        name: the field's name for it.
+        code: the number ops use for it (schemas of hot ops take plain ints).
+        dtype: torch's dtype of the same bits.
+        max: the largest finite value; casts saturate to it.
+        nan_byte: the byte written for a NaN, whatever its sign.
+        bits: size of one element.
+    """
+
+    name: str
+    code: int
+    dtype: torch.dtype
+    max: float
+    nan_byte: int
+    bits: int
+
+
+@dataclass(frozen=True)
+class FormatInfo:
+    """A quantization format: its elements and how they are scaled.
+
+    Attributes:
+        name: the name shown to people.
+        elements: element types it may hold.
+        block: elements of a row that share a scale; None means the whole tensor does.
+        scale_dtype: dtype of the scale buffer.
+        alignment: K (rowwise) and M (columnwise) must be multiples of this.
+    """
+
+    name: str
+    elements: tuple[ElementInfo, ...]
+    block: int | None
+    scale_dtype: torch.dtype
+    alignment: int
+
+
+E4M3 = ElementInfo("E4M3", code=0, dtype=torch.float8_e4m3fn, max=448.0, nan_byte=0x7F, bits=8)
+E5M2 = ElementInfo("E5M2", code=1, dtype=torch.float8_e5m2, max=57344.0, nan_byte=0x7F, bits=8)
+
+FP8_ELEMENTS: tuple[ElementInfo, ...] = (E4M3, E5M2)
+FP8_TENSOR = FormatInfo("FP8", FP8_ELEMENTS, block=None, scale_dtype=torch.float32, alignment=1)
+
+#: What a GEMM on FP8 bytes needs of its dimensions (cuBLASLt: 16-byte rows), reached by padding in ``gemm``.
+FP8_GEMM_ALIGNMENT = 16
+
+FLT_MAX = torch.finfo(torch.float32).max
+
+#: dtypes that every quantizer accepts as input and as nominal dtype.
+HIGH_PRECISION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def fp8_element(dtype: torch.dtype) -> ElementInfo:
+    """The :class:`ElementInfo` of an FP8 dtype.
+
+    Raises ``TypeError`` for every other dtype.
+    """
+    if dtype == E4M3.dtype:
+        return E4M3
+    if dtype == E5M2.dtype:
+        return E5M2
+    raise TypeError(f"fp8_dtype is {dtype!r}; it must be torch.float8_e4m3fn or torch.float8_e5m2 (a torch.dtype)")

@@ -1,0 +1,91 @@
+"""The sources of a part: which files its one unit reaches, their bytes, and a hash over them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from dataclasses import dataclass
+
+from .errors import ToolchainError
+
+MARKER = "TEJIT_SOURCES"
+_INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*[<"]([^">\n]+)[">]', re.MULTILINE)
+
+
+def default_root() -> str:
+    """The folder of the C++ and CUDA sources: a checkout's own, else the one inside the installed package."""
+    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    checkout = os.path.join(os.path.dirname(package), "cuda_src")
+    # Beside an installed package some other project's `cuda_src` may lie: only the marker makes it ours.
+    if os.path.isfile(os.path.join(checkout, MARKER)):
+        return checkout
+    return os.path.join(package, "_cuda_src")
+
+
+@dataclass(frozen=True)
+class SourceSet:
+    """A unit and all files it includes from the sources root.
+
+    The bytes are kept: what is hashed is what is compiled, whatever happens to the files meanwhile.
+    """
+
+    unit: str
+    files: tuple[tuple[str, bytes], ...]
+
+    @property
+    def digest(self) -> str:
+        """Hash over names and contents, independent of where the sources lie."""
+        total = hashlib.sha256()
+        for name, data in self.files:
+            total.update(f"{name}\0{len(data)}\0".encode())
+            total.update(data)
+        return total.hexdigest()
+
+    def write_to(self, folder: str) -> None:
+        """Write the files below `folder`."""
+        for name, data in self.files:
+            path = os.path.join(folder, *name.split("/"))
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with open(path, "wb") as out:
+                out.write(data)
+
+
+def collect(root: str, unit: str) -> SourceSet:
+    """Read `unit` (a name below `root`) and everything it includes from there, in whichever branch of an #if.
+
+    Raises:
+        ToolchainError: the unit is not there; the installation is broken.
+    """
+    read: dict[str, bytes] = {}
+    waiting = [unit]
+    while waiting:
+        name = waiting.pop()
+        if name in read:
+            continue
+        data = _read(root, name)
+        if data is None:
+            raise ToolchainError(
+                f"the kernel sources have no {name} (looked in {root})",
+                "the installation is incomplete: install tejit again",
+            )
+        read[name] = data
+        beside = os.path.dirname(name)
+        for match in _INCLUDE.finditer(data):
+            target = match[1].decode("utf-8", "replace")
+            for candidate in (os.path.join(beside, target), target):
+                candidate = os.path.normpath(candidate).replace(os.sep, "/")
+                if candidate.startswith("../"):
+                    continue
+                if candidate in read or os.path.isfile(os.path.join(root, candidate)):
+                    waiting.append(candidate)
+                    break
+    return SourceSet(unit, tuple(sorted(read.items())))
+
+
+def _read(root: str, name: str) -> bytes | None:
+    try:
+        with open(os.path.join(root, name), "rb") as source:
+            return source.read()
+    except FileNotFoundError:
+        return None

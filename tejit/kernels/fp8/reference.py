@@ -1,0 +1,113 @@
+"""FP8 with one scale per tensor in plain torch: the readable specification, and what runs without a compiler.
+
+The rules are those of Transformer Engine's kernels, whose recorded outputs the tests compare with.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tejit.format_info import FLT_MAX, FP8_ELEMENTS
+from tejit.kernels.rounding import as_rounded
+
+_EXPONENT_MASK = -0x800000  # sign and exponent of a float32 (0xFF800000 as int32)
+
+
+def amax(x: Tensor) -> Tensor:
+    if x.numel() == 0:
+        return torch.zeros(1, dtype=torch.float32, device=x.device)
+    magnitude = x.abs()
+    return torch.where(x == x, magnitude, torch.zeros_like(magnitude)).amax().to(torch.float32).reshape(1)
+
+
+def scale_from_amax(amax: Tensor, fp8_max: float, pow2: bool, eps: float, limit: float) -> Tensor:
+    """The multiplier of ``x``: about ``fp8_max / amax``; float32, elementwise over ``amax``.
+
+    ``limit`` replaces a quotient that overflows (FLT_MAX for per-tensor scaling).
+    """
+    amax = torch.where(amax < eps, torch.full_like(amax, eps), amax)
+    # A tensor over a tensor: `number / tensor` in torch multiplies by the reciprocal, off by an ulp.
+    quotient = torch.div(torch.full_like(amax, fp8_max), amax)
+    quotient = torch.where(torch.isinf(quotient), torch.full_like(quotient, limit), quotient)
+    if pow2:
+        quotient = (quotient.view(torch.int32) & _EXPONENT_MASK).view(torch.float32)
+    usable = torch.isfinite(amax) & (amax != 0)
+    return torch.where(usable, quotient, torch.ones_like(quotient))
+
+
+def scale(amax: Tensor, fp8: int, pow2: bool, eps: float) -> tuple[Tensor, Tensor]:
+    multiplier = scale_from_amax(amax.reshape(1), FP8_ELEMENTS[fp8].max, pow2, eps, FLT_MAX)
+    return multiplier, torch.div(torch.ones_like(multiplier), multiplier)
+
+
+def cast(x: Tensor, multiplier: Tensor, fp8: int) -> Tensor:
+    """``sat(float(x) * multiplier)`` as bytes (uint8) of ``x``'s shape; a NaN is ``ElementInfo.nan_byte``."""
+    element = FP8_ELEMENTS[fp8]
+    scaled = x.to(torch.float32) * multiplier.reshape(())
+    # What `.to(float8)` does beyond the largest value differs between torch releases: clamp first.
+    codes = scaled.clamp(-element.max, element.max).to(element.dtype).view(torch.uint8)
+    return torch.where(x == x, codes, torch.full_like(codes, element.nan_byte))
+
+
+def transposed_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape of the transposed bytes: the last dimension first; 0-d stays 0-d."""
+    return (*shape[-1:], *shape[:-1])
+
+
+def transpose_bytes(codes: Tensor) -> Tensor:
+    """The contiguous transpose of the matrix whose rows are the last dimension of ``codes``."""
+    if codes.dim() < 2:
+        return codes.clone()
+    return codes.movedim(-1, 0).contiguous()
+
+
+def quantize_current(
+    x: Tensor, fp8: int, data: bool, transpose: bool, pow2: bool, eps: float, given_amax: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    x = as_rounded(x)
+    multiplier, scale_inv = scale(amax(x) if given_amax is None else given_amax, fp8, pow2, eps)
+    if x.numel() == 0:
+        # No element asks for a scale; 1 keeps a later product with this operand finite.
+        multiplier, scale_inv = torch.ones_like(multiplier), torch.ones_like(scale_inv)
+    codes = cast(x.contiguous(), multiplier, fp8)
+    absent = codes.new_empty((0,))
+    return codes if data else absent, transpose_bytes(codes) if transpose else absent, scale_inv
+
+
+def quantize_current_out(
+    x: Tensor,
+    fp8: int,
+    pow2: bool,
+    eps: float,
+    given_amax: Tensor | None,
+    noop: Tensor | None,
+    data: Tensor | None,
+    transpose: Tensor | None,
+    scale_inv: Tensor,
+) -> None:
+    fresh = quantize_current(x, fp8, data is not None, transpose is not None, pow2, eps, given_amax)
+    for old, new in zip((data, transpose, scale_inv), fresh, strict=True):
+        if old is not None:
+            # `where` rather than `if`: the flag is read on the device, so a captured graph obeys it too.
+            old.copy_(new if noop is None else torch.where(noop.reshape(()) == 1.0, old, new))
+
+
+def dequantize(codes: Tensor, scale_inv: Tensor, fp8: int, dtype: torch.dtype) -> Tensor:
+    """``float(q) * scale_inv`` rounded once to ``dtype``; ``codes`` uint8 of any shape."""
+    values = codes.view(FP8_ELEMENTS[fp8].dtype).to(torch.float32)
+    return (values * scale_inv.reshape(())).to(dtype)
+
+
+def make_empty(
+    shape: list[int], data: bool, transpose: bool, device: torch.device, pin_memory: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    def buffer(present: bool, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(size if present else (0,), dtype=dtype, device=device, pin_memory=pin_memory)
+
+    size = tuple(shape)
+    return (
+        buffer(data, size, torch.uint8),
+        buffer(transpose, transposed_shape(size), torch.uint8),
+        buffer(True, (1,), torch.float32),
+    )

@@ -1,0 +1,61 @@
+"""The ``tejit`` op library: schema, fake and pure-torch reference of every op.
+
+The compiled host part only adds CPU and CUDA implementations, so each op exists and computes on every
+machine. All fakes are registered from this one file: torch walks ``sys.modules`` once per file that does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tejit.kernels import backend
+from tejit.kernels.fp8 import fake as fp8_fake
+from tejit.kernels.fp8 import reference as fp8_reference
+
+_library = torch.library.Library("tejit", "DEF")
+
+
+def _define(
+    name: str, signature: str, reference: Callable[..., Any], fake: Callable[..., Any], *, native: bool = True
+) -> None:
+    """Define one op. ``native`` ops get the overload ``reference`` too, which their CUDA kernels call where
+    no architecture part serves the device."""
+    implementation = backend.guarded(reference, lambda: getattr(torch.ops.tejit, name).default)
+    for overload in ("", ".reference") if native else ("",):
+        _library.define(f"{name}{overload}{signature}", tags=(torch.Tag.pt2_compliant_tag,))
+        _library.impl(f"{name}{overload}", implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"tejit::{name}", fake, lib=_library)
+
+
+_define("fp8_amax", "(Tensor x) -> Tensor", fp8_reference.amax, fp8_fake.amax)
+_define(
+    "fp8_scale",
+    "(Tensor amax, int fp8, bool pow2, float eps) -> (Tensor scale, Tensor scale_inv)",
+    fp8_reference.scale,
+    fp8_fake.scale,
+)
+_define(
+    "fp8_quantize_current",
+    "(Tensor x, int fp8, bool data, bool transpose, bool pow2, float eps, Tensor? amax)"
+    " -> (Tensor data, Tensor transpose, Tensor scale_inv)",
+    fp8_reference.quantize_current,
+    fp8_fake.quantize_current,
+)
+_define(
+    "fp8_quantize_current_out",
+    "(Tensor x, int fp8, bool pow2, float eps, Tensor? amax, Tensor? noop,"
+    " Tensor(a!)? data, Tensor(b!)? transpose, Tensor(c!) scale_inv) -> ()",
+    fp8_reference.quantize_current_out,
+    fp8_fake.quantize_current_out,
+)
+_define(
+    "fp8_make_empty",
+    "(int[] shape, bool data, bool transpose, Device device, bool pin_memory)"
+    " -> (Tensor data, Tensor transpose, Tensor scale_inv)",
+    fp8_reference.make_empty,
+    fp8_fake.make_empty,
+    native=False,
+)

@@ -1,0 +1,16 @@
+"""Recipes (which tensor of a layer is quantized how), and ``autocast``, which switches quantization on."""
+
+from tejit.recipe.context import autocast, current_recipe, default_recipe, is_fp8_available
+from tejit.recipe.recipes import Float8CurrentScaling, Format, LinearQuantizers, Recipe, Variants
+
+__all__ = [
+    "Float8CurrentScaling",
+    "Format",
+    "LinearQuantizers",
+    "Recipe",
+    "Variants",
+    "autocast",
+    "current_recipe",
+    "default_recipe",
+    "is_fp8_available",
+]

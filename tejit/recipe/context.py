@@ -1,0 +1,78 @@
+"""``autocast``: where quantization is switched on, and by which recipe."""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+
+import torch
+
+from tejit import device as hardware
+from tejit.recipe.recipes import Float8CurrentScaling, Recipe
+
+
+class _State(threading.local):
+    """What the innermost ``autocast`` of this thread asked for. Backward never reads it: layers keep what
+    their forward used."""
+
+    def __init__(self) -> None:  # once a thread; torch 2.11 reads a class attribute past the thread's own value
+        self.recipe: Recipe | None = None
+
+
+_state = _State()
+_DEFAULT = Float8CurrentScaling()
+
+
+class autocast:
+    """Context in which tejit's modules quantize.
+
+    Args:
+        enabled: False switches quantization off inside an outer ``autocast``.
+        recipe: how to quantize; None means :func:`default_recipe`.
+
+    One instance may be entered again after it was left, and inside itself. Works inside and outside of
+    compiled regions; returning to an earlier recipe recompiles nothing.
+
+    Raises ``TypeError`` where ``recipe`` is no recipe.
+    """
+
+    def __init__(self, enabled: bool = True, *, recipe: Recipe | None = None) -> None:
+        if recipe is not None and not isinstance(recipe, Recipe):
+            raise TypeError(
+                f"recipe is {recipe!r}; it must be an instance of a recipe, such as tejit.recipe.Float8CurrentScaling()"
+            )
+        self._recipe = (default_recipe() if recipe is None else recipe) if enabled else None
+        self._outer: list[Recipe | None] = []
+
+    def __enter__(self) -> autocast:
+        self._outer.append(_state.recipe)
+        _state.recipe = self._recipe
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _state.recipe = self._outer.pop()
+
+
+def current_recipe() -> Recipe | None:
+    """The recipe in force in this thread; None outside of ``autocast``."""
+    return _state.recipe
+
+
+def default_recipe() -> Recipe:
+    """The recipe that ``autocast()`` takes when none is given: FP8 with current scaling."""
+    return _DEFAULT
+
+
+def is_fp8_available(return_reason: bool = False, device: torch.device | str | None = None) -> bool | tuple[bool, str]:
+    """Whether the per-tensor FP8 GEMM is native on ``device``.
+
+    Where it is not, every recipe still runs: the same bytes are dequantized and multiplied.
+
+    Args:
+        return_reason: return ``(available, reason)``; the reason is empty where it is available.
+        device: None is torch's default where one was set, else cuda if there is one, else cpu.
+    """
+    reason = hardware.fp8_gemm_reason(hardware.resolve_device(device))
+    return (reason is None, reason or "") if return_reason else reason is None

@@ -1,0 +1,238 @@
+"""What each aten operation does to a quantized tensor.
+
+Kept quantized: ``detach``, ``alias``, ``clone``, ``empty_like``, ``new_empty``, ``_to_copy`` (device moves the
+buffers, a floating dtype changes the nominal dtype and no byte), ``copy_`` into one, pinning, and the views
+that the format can take (:data:`VIEWS`). Everything else dequantizes, says so once per operation, and where
+the operation writes to a quantized argument quantizes the result back into it. Factories (``zeros_like`` and
+its kind) give plain tensors: an optimizer's state made from a quantized parameter is in high precision.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tejit.format_info import HIGH_PRECISION_DTYPES
+from tejit.tensor.storage import QuantizedTensorStorage
+
+aten = torch.ops.aten
+
+#: Operations that give another view of the same elements.
+VIEWS = frozenset(
+    {
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.slice.Tensor,
+        aten.select.int,
+        aten.split.Tensor,
+        aten.split_with_sizes.default,
+        aten.unbind.int,
+        aten.unsqueeze.default,
+        aten.squeeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.t.default,
+        aten.transpose.int,
+        aten.permute.default,
+        aten.expand.default,
+    }
+)
+
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+_handlers: dict[Any, Handler] = {}
+_announced: set[str] = set()
+
+
+def is_quantized(value: Any) -> bool:
+    return isinstance(value, QuantizedTensorStorage) and isinstance(value, Tensor)
+
+
+def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run ``func``; some argument is a quantized tensor."""
+    handler = _handlers.get(func)
+    if handler is not None and args and is_quantized(args[0]):
+        result = handler(func, args, kwargs)
+        if result is not NotImplemented:
+            return result
+    if torch.is_inference_mode_enabled():
+        # Inference mode does not take composite operations (`to`, `linear`) apart before they come here.
+        result = func.decompose(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+    if func is aten.copy_.default and not is_quantized(args[0]):
+        return func(args[0], args[1].dequantize(), *args[2:], **kwargs)
+    return _dequantize_and_run(func, args, kwargs)
+
+
+def _handles(*functions: Any) -> Callable[[Handler], Handler]:
+    def register(handler: Handler) -> Handler:
+        for function in functions:
+            _handlers[function] = handler
+        return handler
+
+    return register
+
+
+# -- kept quantized -------------------------------------------------------------------------------------------
+@_handles(aten.detach.default, aten.alias.default)
+def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with _as_made(args[0]):
+        return args[0]._alias()
+
+
+@_handles(*VIEWS)
+def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with _as_made(args[0]):
+        return args[0]._view(func, args[1:], kwargs)
+
+
+def _as_made(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
+    """A view of a normal tensor is a normal tensor in inference mode too: torch sets its version counter."""
+    if torch.is_inference_mode_enabled() and not tensor.is_inference():
+        return torch.inference_mode(False)
+    return contextlib.nullcontext()
+
+
+@_handles(aten.clone.default)
+def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[0]._map(lambda buffer: buffer.clone(memory_format=torch.contiguous_format))
+
+
+@_handles(aten._to_copy.default)
+def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    source = args[0]
+    dtype = kwargs.get("dtype") or source.dtype
+    if dtype not in HIGH_PRECISION_DTYPES or kwargs.get("layout") not in (None, torch.strided):
+        return NotImplemented
+    device = kwargs.get("device") or source.device
+    pin, lazy = bool(kwargs.get("pin_memory")), bool(kwargs.get("non_blocking"))
+
+    def move(buffer: Tensor) -> Tensor:
+        moved = buffer.to(device, non_blocking=lazy, copy=True, memory_format=torch.contiguous_format)
+        return moved.pin_memory() if pin else moved
+
+    return source._map(move, fake_dtype=dtype)
+
+
+@_handles(aten._pin_memory.default)
+def _pin_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[0]._map(lambda buffer: buffer.pin_memory())
+
+
+@_handles(aten.is_pinned.default)
+def _is_pinned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return all(buffer.is_pinned() for buffer in args[0]._inner() if buffer is not None)
+
+
+@_handles(aten.record_stream.default)
+def _record_stream(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for buffer in args[0]._inner():
+        if buffer is not None:
+            buffer.record_stream(args[1])
+
+
+@_handles(aten.empty_like.default)
+def _empty_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _fresh(args[0], tuple(args[0].shape), kwargs)
+
+
+@_handles(aten.new_empty.default)
+def _new_empty(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _fresh(args[0], tuple(args[1]), kwargs)
+
+
+def _fresh(like: Any, shape: tuple[int, ...], kwargs: dict[str, Any]) -> Any:
+    dtype = kwargs.get("dtype") or like.dtype
+    if dtype not in HIGH_PRECISION_DTYPES or like._quantizer is None:
+        return NotImplemented
+    usages = like.get_usages()
+    quantizer = like._quantizer.replace(
+        internal=False, rowwise_usage=usages["rowwise"], columnwise_usage=usages["columnwise"]
+    )
+    return quantizer.make_empty(
+        shape,
+        dtype=dtype,
+        device=kwargs.get("device") or like.device,
+        pin_memory=bool(kwargs.get("pin_memory")),
+    )
+
+
+@_handles(
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.rand_like.default,
+    aten.randn_like.default,
+    aten.new_zeros.default,
+    aten.new_ones.default,
+    aten.new_full.default,
+)
+def _factory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    like = torch.empty(args[0].shape, dtype=args[0].dtype, device=args[0].device)
+    return func(like, *args[1:], **kwargs)
+
+
+@_handles(aten.copy_.default)
+def _copy_into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    target, source = args[0], args[1]
+    target._require_whole("copy_")
+    if not (is_quantized(source) and target._copy_buffers(source)):
+        values = source.dequantize(torch.float32) if is_quantized(source) else source
+        if values.dtype not in HIGH_PRECISION_DTYPES:
+            values = values.to(target.dtype)
+        target.quantize_(values.expand(target.shape))
+    return target
+
+
+# -- everything else ------------------------------------------------------------------------------------------
+def _dequantize_and_run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    written: list[tuple[Any, Tensor]] = []
+    parameters = func._schema.arguments
+    named = {parameter.name: parameter for parameter in parameters}
+
+    def opened(value: Any, parameter: Any) -> Any:
+        if is_quantized(value):
+            writes = parameter.alias_info is not None and parameter.alias_info.is_write
+            if writes:
+                value._require_whole(func.__name__)
+            values = value._dequantize(value.dtype)
+            if writes:
+                written.append((value, values))
+            return values
+        if isinstance(value, (list, tuple)):
+            return type(value)([opened(item, parameter) for item in value])
+        return value
+
+    new_args = [opened(value, parameter) for value, parameter in zip(args, parameters, strict=False)]
+    new_kwargs = {name: opened(value, named[name]) for name, value in kwargs.items()}
+    _announce(func, args)
+    result = func(*new_args, **new_kwargs)
+    for target, values in written:
+        target.quantize_(values)
+    return _restore(result, written)
+
+
+def _restore(result: Any, written: list[tuple[Any, Tensor]]) -> Any:
+    """An operation that returns the argument it wrote to returns the quantized one."""
+    for target, values in written:
+        if result is values:
+            return target
+    if isinstance(result, (list, tuple)):
+        return type(result)([_restore(item, written) for item in result])
+    return result
+
+
+def _announce(func: Any, args: tuple[Any, ...]) -> None:
+    name = str(func)
+    if name in _announced or torch.compiler.is_compiling():
+        return
+    _announced.add(name)
+    warnings.warn(
+        f"tejit: {name} has no form on quantized tensors, so it dequantizes them first (said once per operation)",
+        stacklevel=4,
+    )

@@ -1,0 +1,200 @@
+"""``QuantizedTensor``: a storage that is also a ``torch.Tensor``."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from tejit.tensor import serialization
+from tejit.tensor.dispatch import dispatch
+from tejit.tensor.storage import QuantizedTensorStorage
+
+Self = TypeVar("Self", bound="QuantizedTensor")
+
+
+def make_wrapper(
+    cls: Any,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    requires_grad: bool,
+    device: torch.device | None,
+    stride: tuple[int, ...] | None,
+) -> Any:
+    """The ``torch.Tensor`` side of a quantized tensor; only for a class's own ``__new__``.
+
+    ``stride`` None means contiguous (torch's own helper for that does not trace on 2.11).
+    """
+    if stride is None:
+        steps = [1]
+        for size in reversed(shape[1:]):
+            steps.append(steps[-1] * size)
+        stride = tuple(reversed(steps)) if shape else ()
+    return Tensor._make_wrapper_subclass(
+        cls, shape, strides=stride, dtype=dtype, device=device, requires_grad=requires_grad
+    )
+
+
+if TYPE_CHECKING:  # what every concrete class also is; torch.Tensor comes first in the order of look-up
+    _Mixed = QuantizedTensorStorage
+else:
+    _Mixed = object
+
+
+class QuantizedTensor(Tensor, _Mixed):
+    """Base of all quantized tensors: ``class Float8Tensor(QuantizedTensor, Float8TensorStorage)``.
+
+    It behaves as a tensor of its nominal dtype. Operations that the format can follow keep it
+    (``tejit.tensor.dispatch`` lists them), all others dequantize.
+    """
+
+    @staticmethod
+    def __new__(
+        cls: type[Self],
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        *,
+        requires_grad: bool = False,
+        device: torch.device | None = None,
+        stride: tuple[int, ...] | None = None,
+        **buffers: Any,
+    ) -> Self:
+        return make_wrapper(cls, shape, dtype, requires_grad, device, stride)
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return dispatch(func, args, kwargs or {})
+
+    # -- what torch.Tensor would answer differently -------------------------------------------------------
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The values as a plain tensor of ``dtype`` (default: the nominal dtype); differentiable straight through.
+
+        Raises ``RuntimeError`` where the buffers were given away.
+        """
+        self._require_data()
+        nominal = self._dtype if dtype is None else dtype
+        if torch.is_grad_enabled() and self.requires_grad:
+            return _Dequantize.apply(self, nominal)
+        return self._dequantize(nominal)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in all buffers that are there."""
+        return sum(tensor.nbytes for tensor in self._inner() if tensor is not None)
+
+    def __repr__(self, *args: Any, **kwargs: Any) -> str:
+        return QuantizedTensorStorage.__repr__(self)
+
+    @property
+    def data(self) -> Any:
+        """The tensor without its autograd history, over the same buffers.
+
+        Assigning a quantized tensor of the same class and shape takes its buffers over; assigning a plain
+        tensor quantizes it. torch's own setter would leave the inner tensors as they were, silently.
+        """
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if tuple(value.shape) != tuple(self.shape):
+            raise ValueError(
+                f"cannot assign data of shape {tuple(value.shape)} to a {type(self).__name__} of shape"
+                f" {tuple(self.shape)}"
+            )
+        if type(value) is not type(self):
+            value = self._known_quantizer().replace(internal=False).quantize(value.detach(), dtype=self._dtype)
+        for name in value._own_state():
+            setattr(self, name, getattr(value, name))
+
+    @classmethod
+    def _own_state(cls) -> tuple[str, ...]:
+        """Attributes that make up the tensor; everything else in ``__dict__`` was attached from outside."""
+        return (*cls._INNER_TENSORS, "_quantizer", "_dtype", "_shares_scale")
+
+    @classmethod
+    def _construct(
+        cls: type[Self],
+        buffers: dict[str, Tensor | None],
+        keywords: dict[str, Any],
+        shape: tuple[int, ...],
+        device: torch.device,
+        requires_grad: bool = False,
+        stride: tuple[int, ...] | None = None,
+    ) -> Self:
+        others = {name: value for name, value in keywords.items() if name != "fake_dtype"}
+        return cls(
+            shape,
+            keywords["fake_dtype"],
+            requires_grad=requires_grad,
+            device=device,
+            stride=stride,
+            **buffers,
+            **others,
+        )
+
+    # -- what the operations of tejit.tensor.dispatch ask for ------------------------------------------------
+    #: Whether the scale buffer belongs to a larger tensor too, of which this one is a view.
+    _shares_scale: bool = False
+
+    def _view(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a view operation, or ``NotImplemented`` where the format cannot follow it."""
+        return NotImplemented
+
+    def _copy_buffers(self, source: QuantizedTensor) -> bool:
+        """Copy ``source``'s buffers into one's own where both have the same ones; False where they do not."""
+        return False
+
+    def _alias(self: Self) -> Self:
+        twin = self._like(self._inner())
+        twin._shares_scale = self._shares_scale
+        return twin
+
+    def _map(self: Self, function: Callable[[Tensor], Tensor], **changes: Any) -> Self:
+        """The tensor over ``function`` of each buffer; ``changes`` replace other constructor keywords."""
+        return self._like(tuple([None if b is None else function(b) for b in self._inner()]), **changes)
+
+    def _require_whole(self, operation: str) -> None:
+        """Raises ``RuntimeError`` for a view: new values need a new scale, and the scale is not the view's alone."""
+        if self._shares_scale:
+            raise RuntimeError(
+                f"{operation} would write to a view of a {type(self).__name__}, whose scale belongs to the whole"
+                " tensor. Write to the whole tensor, or work on view.dequantize()."
+            )
+
+    # -- copies -------------------------------------------------------------------------------------------
+    def __deepcopy__(self: Self, memo: dict[int, Any]) -> Self:
+        if not self.is_leaf:
+            raise RuntimeError(
+                f"only a leaf {type(self).__name__} can be deep-copied; this one has a history: detach() it first"
+            )
+        if id(self) in memo:
+            return memo[id(self)]
+        with torch.no_grad():
+            twin = self.clone()
+        twin.requires_grad_(self.requires_grad)
+        memo[id(self)] = twin
+        if self.grad is not None:
+            twin.grad = copy.deepcopy(self.grad, memo)
+        for name, value in serialization.attached(self).items():
+            setattr(twin, name, copy.deepcopy(value, memo))
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return serialization.reduce_tensor(self)
+
+
+class _Dequantize(torch.autograd.Function):
+    """Straight-through: the gradient of the values is the gradient of the quantized tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: QuantizedTensor, dtype: torch.dtype) -> Tensor:
+        return x._dequantize(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None

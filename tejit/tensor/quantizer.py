@@ -1,0 +1,320 @@
+"""``Quantizer``: how a tensor is quantized, as an immutable object."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import torch
+from torch import Tensor
+
+from tejit import compat
+from tejit import device as hardware
+from tejit.format_info import HIGH_PRECISION_DTYPES
+from tejit.kernels.gemm import Operand
+
+if TYPE_CHECKING:
+    from tejit.tensor.storage import QuantizedTensorStorage
+
+Self = TypeVar("Self", bound="Quantizer")
+Inner = tuple[Tensor | None, ...]
+
+
+class Quantizer(metaclass=compat.ValueMeta):
+    """Base of all quantizers.
+
+    Quantizers never change: :meth:`with_usage` and :meth:`replace` return another one. Where a class was
+    registered with ``tejit.dynamo.register_value_opaque_quantizer`` its instances are values: equal when
+    their class and fields are equal, and constants to ``torch.compile``.
+
+    Attributes:
+        rowwise_usage: whether data scaled along the last dimension (K) is produced.
+        columnwise_usage: whether data scaled along the leading dimensions (M) is produced, the operand of
+            the transposed GEMM.
+        internal: produce a bare storage (no ``torch.Tensor``, no autograd) instead of a tensor.
+        optimize_for_gemm: lay scales out as the GEMM reads them, where the format has such a layout.
+    """
+
+    rowwise_usage: bool
+    columnwise_usage: bool
+    internal: bool
+    optimize_for_gemm: bool
+
+    # Filled by registration (floor 4): the names that make up the value; None means identity semantics.
+    _value_fields: tuple[str, ...] | None = None
+
+    def __init__(
+        self,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        internal: bool = False,
+        optimize_for_gemm: bool = False,
+    ) -> None:
+        self._init_fields(
+            rowwise_usage=rowwise,
+            columnwise_usage=columnwise,
+            internal=internal,
+            optimize_for_gemm=optimize_for_gemm,
+        )
+
+    def _init_fields(self, **fields: Any) -> None:
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+
+    # -- immutability -------------------------------------------------------------------------------------
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError(
+            f"{type(self).__name__} is immutable (cannot set {name!r} to {value!r}): a compiled graph would"
+            " go on with the old value. Use quantizer.with_usage(rowwise=..., columnwise=...) or"
+            " quantizer.replace(...), which return a new quantizer."
+        )
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"{type(self).__name__} is immutable (cannot delete {name!r})")
+
+    def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> NoReturn:
+        """Not available: raises ``AttributeError`` that names :meth:`with_usage`."""
+        raise AttributeError(
+            f"{type(self).__name__} is immutable: set_usage(rowwise={rowwise}, columnwise={columnwise}) cannot"
+            " change it. Use quantizer.with_usage(rowwise=..., columnwise=...), which returns a new quantizer."
+        )
+
+    def with_usage(self: Self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> Self:
+        """The same quantizer for other directions; None keeps a direction as it is."""
+        return self.replace(
+            rowwise_usage=self.rowwise_usage if rowwise is None else rowwise,
+            columnwise_usage=self.columnwise_usage if columnwise is None else columnwise,
+        )
+
+    def replace(self: Self, **fields: Any) -> Self:
+        """A copy with some fields changed, by the fields' names (``rowwise_usage=...``, ``internal=...``).
+
+        Raises ``TypeError`` for a name that is no field; a value that the constructor refuses is refused
+        here in the same way.
+        """
+        arguments = self._constructor_arguments()
+        for name, value in fields.items():
+            if name not in arguments:
+                raise TypeError(f"{type(self).__name__} has no field {name!r}; its fields are {', '.join(arguments)}")
+            arguments[name] = value
+        return self._from_fields(arguments)
+
+    def _constructor_arguments(self) -> dict[str, Any]:
+        """``{field: value}`` of everything the constructor takes; formats add their own."""
+        return {
+            "rowwise_usage": self.rowwise_usage,
+            "columnwise_usage": self.columnwise_usage,
+            "internal": self.internal,
+            "optimize_for_gemm": self.optimize_for_gemm,
+        }
+
+    def _from_fields(self: Self, fields: dict[str, Any]) -> Self:
+        """A new quantizer of this class from ``{field: value}``."""
+        renamed = {"rowwise_usage": "rowwise", "columnwise_usage": "columnwise"}
+        return type(self)(**{renamed.get(name, name): value for name, value in fields.items()})
+
+    def get_usages(self) -> dict[str, bool]:
+        """``{"rowwise": bool, "columnwise": bool}``."""
+        return {"rowwise": self.rowwise_usage, "columnwise": self.columnwise_usage}
+
+    # -- identity -----------------------------------------------------------------------------------------
+    def __copy__(self: Self) -> Self:
+        return self
+
+    def __deepcopy__(self: Self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{name}={value!r}" for name, value in self._constructor_arguments().items())
+        return f"{type(self).__name__}({fields})"
+
+    # -- what a format defines ----------------------------------------------------------------------------
+    def inner_tensor_specs(
+        self, shape: tuple[int, ...], device: torch.device | str | None = None
+    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """``{attribute: (shape, dtype)}`` of the buffers of a tensor of ``shape`` on ``device``, in storage order."""
+        raise NotImplementedError(f"{type(self).__name__} does not define inner_tensor_specs")
+
+    def storage_metadata(self, fake_dtype: torch.dtype) -> dict[str, Any]:
+        """``{"cls": class to construct, "nontensor_kwargs": its other keywords}`` for nominal dtype ``fake_dtype``."""
+        raise NotImplementedError(f"{type(self).__name__} does not define storage_metadata")
+
+    def quantize_inner(self, x: Tensor, amax_reduction_group: Any = None) -> Inner:
+        """The buffers of quantized ``x`` as plain tensors, in the storage's order, None for an absent one."""
+        raise NotImplementedError(f"{type(self).__name__} does not define quantize_inner")
+
+    def _quantize_into(
+        self, x: Tensor, dst: QuantizedTensorStorage, noop_flag: Tensor | None, amax_reduction_group: Any
+    ) -> None:
+        raise NotImplementedError(f"{type(self).__name__} does not define _quantize_into")
+
+    def _allocate(self, shape: tuple[int, ...], device: torch.device, pin_memory: bool) -> Inner:
+        raise NotImplementedError(f"{type(self).__name__} does not define _allocate")
+
+    def rowwise_operand(self, inner: Inner) -> Operand:
+        """The ``(M, K)`` GEMM operand in buffers made by :meth:`quantize_inner` with rowwise usage."""
+        raise NotImplementedError(f"{type(self).__name__} does not define rowwise_operand")
+
+    def columnwise_operand(self, inner: Inner) -> Operand:
+        """The ``(K, M)`` GEMM operand in buffers made by :meth:`quantize_inner` with columnwise usage."""
+        raise NotImplementedError(f"{type(self).__name__} does not define columnwise_operand")
+
+    def columnwise_inner(self, inner: Inner) -> Inner:
+        """``inner`` less what :meth:`columnwise_operand` does not read: what a layer keeps for its backward."""
+        raise NotImplementedError(f"{type(self).__name__} does not define columnwise_inner")
+
+    def is_quantizable(self, x: Tensor) -> bool:
+        """Whether ``x`` can be quantized as it is: dtype and, where the format has one, alignment."""
+        return x.dtype in HIGH_PRECISION_DTYPES
+
+    # -- quantizing ---------------------------------------------------------------------------------------
+    def quantize(
+        self,
+        x: Tensor,
+        *,
+        out: QuantizedTensorStorage | None = None,
+        dtype: torch.dtype | None = None,
+        noop_flag: Tensor | None = None,
+        amax_reduction_group: Any = None,
+    ) -> Any:
+        """Quantize ``x``.
+
+        Args:
+            x: float32, bfloat16 or float16, any shape and strides.
+            out: a storage or tensor to write into; it is returned.
+            dtype: nominal dtype of the result; default ``x.dtype``.
+            noop_flag: float32, one element; equal to 1.0 it makes the call leave ``out`` untouched. Needs ``out``.
+            amax_reduction_group: process group over which amax is reduced (MAX) first, for formats that have
+                an amax of the whole tensor.
+
+        Returns:
+            A quantized tensor, differentiable straight through; a bare storage where the quantizer is ``internal``.
+
+        Raises:
+            TypeError: ``x`` or ``dtype`` has another dtype.
+            ValueError: ``noop_flag`` without ``out``, or no direction is wanted.
+        """
+        if out is not None:
+            self.update_quantized(x, out, noop_flag=noop_flag, amax_reduction_group=amax_reduction_group)
+            return out
+        if noop_flag is not None:
+            raise ValueError(
+                "noop_flag was given without out: a skipped call would have nothing to return."
+                " Pass out=, or use update_quantized(src, dst, noop_flag=...)."
+            )
+        nominal = self._check_input(x, dtype)
+        if self.internal or not (torch.is_grad_enabled() and x.requires_grad):
+            return self._build(self.quantize_inner(x.detach(), amax_reduction_group), x, nominal)
+        return _Quantize.apply(x, self, nominal, amax_reduction_group)
+
+    def __call__(self, x: Tensor, **arguments: Any) -> Any:
+        """The same as :meth:`quantize`."""
+        return self.quantize(x, **arguments)
+
+    def update_quantized(
+        self,
+        src: Tensor,
+        dst: QuantizedTensorStorage,
+        *,
+        noop_flag: Tensor | None = None,
+        amax_reduction_group: Any = None,
+    ) -> QuantizedTensorStorage:
+        """Quantize ``src`` into ``dst`` (a storage or tensor of this format and shape), in place; returns ``dst``.
+
+        ``dst`` keeps its nominal dtype and gets what this quantizer produces for the buffers it has.
+
+        Raises:
+            TypeError: ``dst`` is of another format, or ``src`` of another dtype.
+            ValueError: the shapes differ, or ``noop_flag`` is not one float32 element.
+        """
+        self._check_input(src, None)
+        if tuple(src.shape) != tuple(dst.shape):
+            raise ValueError(
+                f"cannot quantize a tensor of shape {tuple(src.shape)} into one of shape {tuple(dst.shape)}"
+            )
+        if noop_flag is not None and (noop_flag.dtype != torch.float32 or noop_flag.numel() != 1):
+            raise ValueError(
+                f"noop_flag is {noop_flag.dtype} of shape {tuple(noop_flag.shape)}; it must be float32 with one element"
+            )
+        with torch.no_grad():
+            self._quantize_into(src.detach().to(dst.device), dst, noop_flag, amax_reduction_group)
+        return dst
+
+    def _check_input(self, x: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+        if not (self.rowwise_usage or self.columnwise_usage):
+            raise ValueError(
+                f"{type(self).__name__} has neither rowwise nor columnwise usage; take one with with_usage(...)"
+            )
+        nominal = x.dtype if dtype is None else dtype
+        for name, value in (("input", x.dtype), ("dtype", nominal)):
+            if value not in HIGH_PRECISION_DTYPES:
+                raise TypeError(
+                    f"cannot quantize with {name} {value}; it must be torch.float32, torch.bfloat16 or torch.float16"
+                )
+        return nominal
+
+    def _build(self, inner: Inner, like: Tensor, nominal: torch.dtype) -> Any:
+        metadata = self.create_metadata(tuple(like.shape), dtype=nominal)
+        return metadata["cls"]._from_inner(inner, metadata, tuple(like.shape), like.device)
+
+    # -- allocation ---------------------------------------------------------------------------------------
+    def make_empty(
+        self,
+        shape: tuple[int, ...] | list[int] | torch.Size,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        requires_grad: bool = False,
+        pin_memory: bool = False,
+    ) -> Any:
+        """A quantized tensor of ``shape`` with uninitialised buffers, allocated in one call of the extension.
+
+        ``device=None`` is torch's default device where one was set, else cuda if there is one, else cpu.
+
+        Raises ``ValueError`` for a shape that the format cannot hold, ``TypeError`` for a nominal ``dtype``
+        other than float32, bfloat16 and float16.
+        """
+        where = hardware.resolve_device(device)
+        size = tuple(shape)
+        metadata = self.create_metadata(size, dtype=dtype, requires_grad=requires_grad)
+        inner = self._allocate(size, where, pin_memory)
+        held = next((t.device for t in inner if t is not None), where)
+        return metadata["cls"]._from_inner(inner, metadata, size, held)
+
+    def alloc_tensors(self, shape: tuple[int, ...], *, device: torch.device | str | None = None) -> dict[str, Tensor]:
+        """Uninitialised plain tensors by attribute, from :meth:`inner_tensor_specs`; traceable."""
+        where = hardware.resolve_device(device)
+        specs = self.inner_tensor_specs(shape, where)
+        return {name: torch.empty(size, dtype=dtype, device=where) for name, (size, dtype) in specs.items()}
+
+    def create_metadata(
+        self, shape: tuple[int, ...], *, dtype: torch.dtype, requires_grad: bool = False
+    ) -> dict[str, Any]:
+        """The flatten context of a tensor that this quantizer makes: comparable, without tensors.
+
+        Raises ``TypeError`` for a nominal ``dtype`` other than float32, bfloat16 and float16.
+        """
+        self._check_nominal(dtype)
+        metadata = self.storage_metadata(dtype)
+        return {
+            "cls": metadata["cls"],
+            "is_tensor": not self.internal,
+            "requires_grad": requires_grad,
+            "nontensor_kwargs": metadata["nontensor_kwargs"],
+        }
+
+    def _check_nominal(self, dtype: torch.dtype) -> None:
+        if dtype not in HIGH_PRECISION_DTYPES:
+            raise TypeError(f"nominal dtype is {dtype}; it must be torch.float32, torch.bfloat16 or torch.float16")
+
+
+class _Quantize(torch.autograd.Function):
+    """Straight-through: the gradient of the quantized tensor is the gradient of the input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, quantizer: Quantizer, nominal: torch.dtype, group: Any) -> Any:
+        return quantizer._build(quantizer.quantize_inner(x.detach(), group), x, nominal)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return grad, None, None, None
