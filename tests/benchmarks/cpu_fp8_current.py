@@ -108,9 +108,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=41)
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
-    parser.add_argument(
-        "--fresh-memory", action="store_true", help="let malloc return freed outputs to the system"
-    )
+    parser.add_argument("--fresh-memory", action="store_true", help="let malloc return freed outputs to the system")
     parser.add_argument("--out", type=pathlib.Path, help="write the result to this file as JSON")
     return parser.parse_args()
 
@@ -123,11 +121,7 @@ def main() -> int:
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     code, dtype = FP8[options.fp8]
-    x = (
-        torch.randn(options.rows, options.columns)
-        .mul_(torch.rand(options.rows, 1))
-        .to(getattr(torch, options.dtype))
-    )
+    x = torch.randn(options.rows, options.columns).mul_(torch.rand(options.rows, 1)).to(getattr(torch, options.dtype))
     y = torch.empty_like(x)
     quantize = torch.ops.tejit.fp8_quantize_current
 
