@@ -17,14 +17,15 @@ from torch._library import opaque_object as _opaque
 try:
     from torch._custom_class_base import CustomClassBaseMeta as _OpaqueMeta
 except ImportError:
-    from torch._opaque_base import OpaqueBaseMeta as _OpaqueMeta  # type: ignore[no-redef]
+    from torch._opaque_base import OpaqueBaseMeta as _OpaqueMeta
 
-TORCH_VERSION: tuple[int, int] = tuple(int(part) for part in torch.__version__.split(".")[:2])  # type: ignore[assignment]
+_major, _minor = torch.__version__.split(".")[:2]
+TORCH_VERSION = (int(_major), int(_minor))
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class ValueMeta(_OpaqueMeta, abc.ABCMeta):  # type: ignore[misc]
+class ValueMeta(_OpaqueMeta, abc.ABCMeta):
     """Metaclass of classes whose instances torch.compile treats as constants.
 
     torch 2.11 demands its own metaclass for such classes; later releases accept it.
@@ -68,6 +69,16 @@ def constant_result(function: F) -> F:
 
 def default_device() -> torch.device | None:
     """The device chosen by ``torch.set_default_device`` or ``with torch.device(...)``, None where none was."""
-    import torch.utils._device as state
+    device = torch.get_default_device()
+    return device if device.type != "cpu" or _device_was_chosen() else None
 
-    return state.CURRENT_DEVICE  # type: ignore[no-any-return]
+
+@constant_result
+def _device_was_chosen() -> bool:
+    """Whether somebody chose cpu, rather than nobody anything."""
+    import torch.overrides
+    from torch.utils._device import DeviceContext
+
+    if getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None) is not None:
+        return True
+    return any(isinstance(mode, DeviceContext) for mode in torch.overrides._get_current_function_mode_stack())

@@ -145,7 +145,11 @@ def _decode_value(kind: str, text: Any) -> Any:
         return getattr(torch, text)
     if kind == "quantizer":
         return rebuild_quantizer(text)
-    return {"bool": lambda t: t == "True", "int": int, "float": float.fromhex, "str": str}[kind](text)
+    if kind == "float":
+        return float.fromhex(text)
+    if kind == "bool":
+        return text == "True"
+    return int(text) if kind == "int" else text
 
 
 def _look_up(module: str, qualname: str) -> Any:
@@ -176,6 +180,8 @@ def _key(quantizer: Quantizer) -> tuple[Any, ...]:
 
 
 def _equal(self: Quantizer, other: object) -> Any:
+    if not is_value_opaque_quantizer(self):  # a subclass that was not registered itself
+        return self is other
     if self is other:
         _key(self)  # a value that cannot be compared must say so even against itself
         return True
@@ -185,7 +191,7 @@ def _equal(self: Quantizer, other: object) -> Any:
 
 
 def _hash(self: Quantizer) -> int:
-    return hash(_key(self))
+    return hash(_key(self)) if is_value_opaque_quantizer(self) else object.__hash__(self)
 
 
 def _fx_repr(self: Quantizer) -> tuple[str, dict[str, Any]]:

@@ -17,6 +17,7 @@ from tejit.kernels import fp8
 from tejit.kernels.gemm import Operand
 from tejit.tensor import InnerTensor, QuantizedTensor, QuantizedTensorStorage, Quantizer
 from tejit.tensor.dispatch import aten
+from tejit.tensor.quantized import make_wrapper
 from tejit.tensor.quantizer import Inner
 from tejit.tensor.serialization import allow
 
@@ -281,7 +282,7 @@ class Float8Tensor(QuantizedTensor, Float8TensorStorage):
     """
 
     @staticmethod
-    def __new__(  # type: ignore[override]
+    def __new__(
         cls: Any,
         shape: tuple[int, ...],
         dtype: torch.dtype,
@@ -297,9 +298,7 @@ class Float8Tensor(QuantizedTensor, Float8TensorStorage):
     ) -> Any:
         if device is None:
             device = next((b.device for b in (data, data_transpose, fp8_scale_inv) if b is not None), None)
-        return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, shape, strides=stride, dtype=dtype, device=device, requires_grad=requires_grad
-        )
+        return make_wrapper(cls, shape, dtype, requires_grad, device, stride)
 
     def __init__(
         self,

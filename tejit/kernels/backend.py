@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import os
 import threading
+from collections.abc import Callable
 from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -75,7 +77,10 @@ def use_ops(where: torch.device) -> bool:
 def _has_kernels(where: torch.device) -> bool:
     if where.type == "meta":
         return True  # nothing is computed: the op's fake answers
-    return _absence(where.type, where.index) is None
+    error = _absence(where.type, where.index)
+    if isinstance(error, jit.KernelNotCached):
+        raise error  # TEJIT_COMPILE=never: whoever set it wants to hear of a missing entry
+    return error is None
 
 
 @compat.constant_result
@@ -87,16 +92,18 @@ def _demand(where: torch.device) -> bool:
 
 
 def _absence(kind: str, index: int | None) -> jit.TejitError | None:
-    """Why there are no compiled kernels for this device; None where there are."""
+    """Why there are no compiled kernels for this device; None where there are. Builds them under ``lazy``."""
     if not jit.is_loaded():
-        return jit.host_error() or jit.TejitError(
-            "the compiled kernels are not loaded (TEJIT_BACKEND=torch when tejit was imported).\n"
-            "Set TEJIT_BACKEND=auto or kernels before the import."
-        )
+        if jit.host_pending():
+            error = jit.ensure_host()
+        else:
+            error = jit.host_error() or jit.TejitError("the kernels are not loaded", "import tejit first")
+        if error is not None:
+            return error
     if kind == "cpu":
         return None
     if kind != "cuda":
-        return jit.TejitError(f"tejit has no kernels for devices of type {kind!r}.\nUse TEJIT_BACKEND=auto or torch.")
+        return jit.TejitError(f"tejit has no kernels for devices of type {kind!r}", "use TEJIT_BACKEND=auto or torch")
     return _cuda_absence(index if index is not None else torch.cuda.current_device())
 
 
@@ -104,5 +111,26 @@ def _absence(kind: str, index: int | None) -> jit.TejitError | None:
 def _cuda_absence(index: int) -> jit.TejitError | None:
     capability = device.cuda_capability(torch.device("cuda", index))
     if capability is None:
-        return jit.TejitError(f"the compute capability of cuda:{index} cannot be asked.")
+        return jit.TejitError(
+            f"the compute capability of cuda:{index} cannot be asked", "check the driver, or use TEJIT_BACKEND=torch"
+        )
     return jit.ensure_arch(10 * capability[0] + capability[1])
+
+
+def guarded(reference: Callable[..., Any], native: Callable[[], Any]) -> Callable[..., Any]:
+    """The reference as an op's implementation: reached where no compiled kernel took the call.
+
+    Under ``TEJIT_COMPILE=lazy`` the kernels may just not have been built yet: they are, and ``native()``,
+    the op itself, is called again. Under ``never``, and where ``kernels`` was demanded, the reason is raised.
+    """
+
+    @functools.wraps(reference)
+    def run(*args: Any) -> Any:
+        where = next((a.device for a in args if isinstance(a, torch.Tensor)), None)
+        if where is not None and where.type in ("cpu", "cuda") and _state.name != "torch":
+            pending = jit.host_pending()
+            if use_ops(where) and pending:
+                return native()(*args)
+        return reference(*args)
+
+    return run

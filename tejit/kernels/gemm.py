@@ -53,22 +53,20 @@ def gemm(
     a_codes = _padded(a.codes, 1, FP8_GEMM_ALIGNMENT).view(FP8_ELEMENTS[a.fp8].dtype)
     b_codes = _padded(b.codes, FP8_GEMM_ALIGNMENT, FP8_GEMM_ALIGNMENT).view(FP8_ELEMENTS[b.fp8].dtype)
     # cuBLASLt's own bias comes in the output's dtype, and not at all for float32.
-    fused_bias = bias is not None and bias.dtype == out_dtype and out_dtype != torch.float32
-    wide = torch.float32 if bias is not None and not fused_bias else out_dtype
+    fused = bias if bias is not None and bias.dtype == out_dtype != torch.float32 else None
+    added = bias if fused is None else None
     out = torch._scaled_mm(
         a_codes,
         b_codes.t(),
         a.scale_inv,
         b.scale_inv,
-        bias=_padded(bias.reshape(1, -1), 1, FP8_GEMM_ALIGNMENT).reshape(-1) if fused_bias else None,
-        out_dtype=wide,
+        bias=None if fused is None else _padded(fused.reshape(1, -1), 1, FP8_GEMM_ALIGNMENT).reshape(-1),
+        out_dtype=out_dtype if added is None else torch.float32,
         use_fast_accum=fast_accum,
     )
     if not _known_zero(-n % FP8_GEMM_ALIGNMENT):
         out = out[:, :n]
-    if bias is not None and not fused_bias:
-        out = (out + bias.to(torch.float32)).to(out_dtype)
-    return out
+    return out if added is None else _rounded(out + added.to(torch.float32), out_dtype)
 
 
 def _is_native(a: Operand, b: Operand) -> bool:
@@ -92,8 +90,12 @@ def _emulated(a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | Non
     out = accumulated * torch.minimum(a.scale_inv, b.scale_inv) * torch.maximum(a.scale_inv, b.scale_inv)
     if bias is not None:
         out = out + bias.to(torch.float32)
+    return _rounded(out, out_dtype)
+
+
+def _rounded(out: Tensor, dtype: torch.dtype) -> Tensor:
     # No `.to` that does nothing: torch 2.11 loses the gradient of an autograd function that returns one.
-    return out if out.dtype == out_dtype else as_rounded(out.to(out_dtype))
+    return out if out.dtype == dtype else as_rounded(out.to(dtype))
 
 
 def _values(operand: Operand, dtype: torch.dtype) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from tejit.kernels import backend
 from tejit.kernels.fp8 import fake as fp8_fake
 from tejit.kernels.fp8 import reference as fp8_reference
 
@@ -22,12 +23,11 @@ def _define(
 ) -> None:
     """Define one op. ``native`` ops get the overload ``reference`` too, which their CUDA kernels call where
     no architecture part serves the device."""
-    _library.define(f"{name}{signature}", tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(name, reference, "CompositeExplicitAutograd")
+    implementation = backend.guarded(reference, lambda: getattr(torch.ops.tejit, name).default)
+    for overload in ("", ".reference") if native else ("",):
+        _library.define(f"{name}{overload}{signature}", tags=(torch.Tag.pt2_compliant_tag,))
+        _library.impl(f"{name}{overload}", implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"tejit::{name}", fake, lib=_library)
-    if native:
-        _library.define(f"{name}.reference{signature}", tags=(torch.Tag.pt2_compliant_tag,))
-        _library.impl(f"{name}.reference", reference, "CompositeExplicitAutograd")
 
 
 _define("fp8_amax", "(Tensor x) -> Tensor", fp8_reference.amax, fp8_fake.amax)

@@ -66,7 +66,7 @@ class Linear(nn.Linear):
             with torch.no_grad():
                 self._init_method(self.weight)
 
-    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """``(..., in_features)`` to ``(..., out_features)``; with ``return_bias`` also the bias."""
         bias = None if self.return_bias else self.bias
         recipe = current_recipe()

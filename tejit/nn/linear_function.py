@@ -68,7 +68,7 @@ class _Linear(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         quantizers: LinearQuantizers = ctx.quantizers
         needs_dgrad, needs_wgrad, has_bias = ctx.needs
         saved = ctx.saved_tensors

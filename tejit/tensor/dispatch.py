@@ -9,6 +9,7 @@ its kind) give plain tensors: an optimizer's state made from a quantized paramet
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -58,6 +59,11 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = handler(func, args, kwargs)
         if result is not NotImplemented:
             return result
+    if torch.is_inference_mode_enabled():
+        # Inference mode does not take composite operations (`to`, `linear`) apart before they come here.
+        result = func.decompose(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
     if func is aten.copy_.default and not is_quantized(args[0]):
         return func(args[0], args[1].dequantize(), *args[2:], **kwargs)
     return _dequantize_and_run(func, args, kwargs)
@@ -75,12 +81,21 @@ def _handles(*functions: Any) -> Callable[[Handler], Handler]:
 # -- kept quantized -------------------------------------------------------------------------------------------
 @_handles(aten.detach.default, aten.alias.default)
 def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return args[0]._alias()
+    with _as_made(args[0]):
+        return args[0]._alias()
 
 
 @_handles(*VIEWS)
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return args[0]._view(func, args[1:], kwargs)
+    with _as_made(args[0]):
+        return args[0]._view(func, args[1:], kwargs)
+
+
+def _as_made(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
+    """A view of a normal tensor is a normal tensor in inference mode too: torch sets its version counter."""
+    if torch.is_inference_mode_enabled() and not tensor.is_inference():
+        return torch.inference_mode(False)
+    return contextlib.nullcontext()
 
 
 @_handles(aten.clone.default)

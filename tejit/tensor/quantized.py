@@ -15,13 +15,36 @@ from tejit.tensor.storage import QuantizedTensorStorage
 
 Self = TypeVar("Self", bound="QuantizedTensor")
 
+
+def make_wrapper(
+    cls: Any,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    requires_grad: bool,
+    device: torch.device | None,
+    stride: tuple[int, ...] | None,
+) -> Any:
+    """The ``torch.Tensor`` side of a quantized tensor; only for a class's own ``__new__``.
+
+    ``stride`` None means contiguous (torch's own helper for that does not trace on 2.11).
+    """
+    if stride is None:
+        steps = [1]
+        for size in reversed(shape[1:]):
+            steps.append(steps[-1] * size)
+        stride = tuple(reversed(steps)) if shape else ()
+    return Tensor._make_wrapper_subclass(
+        cls, shape, strides=stride, dtype=dtype, device=device, requires_grad=requires_grad
+    )
+
+
 if TYPE_CHECKING:  # what every concrete class also is; torch.Tensor comes first in the order of look-up
     _Mixed = QuantizedTensorStorage
 else:
     _Mixed = object
 
 
-class QuantizedTensor(Tensor, _Mixed):  # type: ignore[misc]
+class QuantizedTensor(Tensor, _Mixed):
     """Base of all quantized tensors: ``class Float8Tensor(QuantizedTensor, Float8TensorStorage)``.
 
     It behaves as a tensor of its nominal dtype. Operations that the format can follow keep it
@@ -39,9 +62,7 @@ class QuantizedTensor(Tensor, _Mixed):  # type: ignore[misc]
         stride: tuple[int, ...] | None = None,
         **buffers: Any,
     ) -> Self:
-        return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined, no-any-return]
-            cls, shape, strides=stride, dtype=dtype, device=device, requires_grad=requires_grad
-        )
+        return make_wrapper(cls, shape, dtype, requires_grad, device, stride)
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -50,7 +71,7 @@ class QuantizedTensor(Tensor, _Mixed):  # type: ignore[misc]
         return dispatch(func, args, kwargs or {})
 
     # -- what torch.Tensor would answer differently -------------------------------------------------------
-    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values as a plain tensor of ``dtype`` (default: the nominal dtype); differentiable straight through.
 
         Raises ``RuntimeError`` where the buffers were given away.
@@ -62,15 +83,15 @@ class QuantizedTensor(Tensor, _Mixed):  # type: ignore[misc]
         return self._dequantize(nominal)
 
     @property
-    def nbytes(self) -> int:  # type: ignore[override]
+    def nbytes(self) -> int:
         """Bytes in all buffers that are there."""
         return sum(tensor.nbytes for tensor in self._inner() if tensor is not None)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *args: Any, **kwargs: Any) -> str:
         return QuantizedTensorStorage.__repr__(self)
 
     @property
-    def data(self) -> Any:  # type: ignore[override]
+    def data(self) -> Any:
         """The tensor without its autograd history, over the same buffers.
 
         Assigning a quantized tensor of the same class and shape takes its buffers over; assigning a plain
@@ -87,7 +108,7 @@ class QuantizedTensor(Tensor, _Mixed):  # type: ignore[misc]
             )
         if type(value) is not type(self):
             value = self._known_quantizer().replace(internal=False).quantize(value.detach(), dtype=self._dtype)
-        for name in value._own_state():  # type: ignore[attr-defined]
+        for name in value._own_state():
             setattr(self, name, getattr(value, name))
 
     @classmethod
@@ -96,7 +117,7 @@ class QuantizedTensor(Tensor, _Mixed):  # type: ignore[misc]
         return (*cls._INNER_TENSORS, "_quantizer", "_dtype", "_shares_scale")
 
     @classmethod
-    def _construct(  # type: ignore[override]
+    def _construct(
         cls: type[Self],
         buffers: dict[str, Tensor | None],
         keywords: dict[str, Any],
@@ -152,7 +173,7 @@ class QuantizedTensor(Tensor, _Mixed):  # type: ignore[misc]
                 f"only a leaf {type(self).__name__} can be deep-copied; this one has a history: detach() it first"
             )
         if id(self) in memo:
-            return memo[id(self)]  # type: ignore[no-any-return]
+            return memo[id(self)]
         with torch.no_grad():
             twin = self.clone()
         twin.requires_grad_(self.requires_grad)
@@ -175,5 +196,5 @@ class _Dequantize(torch.autograd.Function):
         return x._dequantize(dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None

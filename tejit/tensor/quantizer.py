@@ -316,5 +316,5 @@ class _Quantize(torch.autograd.Function):
         return quantizer._build(quantizer.quantize_inner(x.detach(), group), x, nominal)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return grad, None, None, None

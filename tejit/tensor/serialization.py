@@ -14,7 +14,7 @@ def attached(tensor: Any) -> dict[str, Any]:
 
 
 def rebuild(
-    cls: type,
+    cls: Any,
     buffers: dict[str, Any],
     keywords: dict[str, Any],
     shape: tuple[int, ...],
@@ -23,7 +23,7 @@ def rebuild(
 ) -> Any:
     """Inverse of :func:`reduce_tensor` and :func:`reduce_storage`."""
     device = next((b.device for b in buffers.values() if b is not None), torch.device("cpu"))
-    tensor = cls._construct(buffers, keywords, tuple(shape), device, requires_grad)  # type: ignore[attr-defined]
+    tensor = cls._construct(buffers, keywords, tuple(shape), device, requires_grad)
     for name, value in attributes.items():
         setattr(tensor, name, value)
     return tensor

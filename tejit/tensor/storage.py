@@ -95,14 +95,19 @@ class QuantizedTensorStorage:
         """Number of logical elements."""
         return math.prod(self.shape)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self) -> str:
         usages = "+".join(name for name, used in self.get_usages().items() if used) or "no data"
-        plain = self.numel() * self.dtype.itemsize
-        ratio = f"{self.nbytes / plain:.2f}" if plain else "-"
         return (
             f"{type(self).__name__}({self._format_name()}, shape={tuple(self.shape)}, dtype={self.dtype},"
-            f" device={self.device}, {usages}, {self.nbytes} bytes, {ratio} of the plain tensor's)"
+            f" device={self.device}, {usages}, {self._size_text()})"
         )
+
+    def _size_text(self) -> str:
+        if not all(isinstance(size, int) for size in self.shape):
+            return "symbolic size"  # a tracer prints tensors too
+        plain = math.prod(self.shape) * self.dtype.itemsize
+        ratio = f"{self.nbytes / plain:.2f}" if plain else "-"
+        return f"{self.nbytes} bytes, {ratio} of the plain tensor's"
 
     def _format_name(self) -> str:
         return type(self).__name__.removesuffix("Storage").removesuffix("Tensor")

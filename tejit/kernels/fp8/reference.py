@@ -44,7 +44,7 @@ def scale(amax: Tensor, fp8: int, pow2: bool, eps: float) -> tuple[Tensor, Tenso
 def cast(x: Tensor, multiplier: Tensor, fp8: int) -> Tensor:
     """``sat(float(x) * multiplier)`` as bytes (uint8) of ``x``'s shape; a NaN is ``ElementInfo.nan_byte``."""
     element = FP8_ELEMENTS[fp8]
-    scaled = x.to(torch.float32) * multiplier
+    scaled = x.to(torch.float32) * multiplier.reshape(())
     # What `.to(float8)` does beyond the largest value differs between torch releases: clamp first.
     codes = scaled.clamp(-element.max, element.max).to(element.dtype).view(torch.uint8)
     return torch.where(x == x, codes, torch.full_like(codes, element.nan_byte))
@@ -96,7 +96,7 @@ def quantize_current_out(
 def dequantize(codes: Tensor, scale_inv: Tensor, fp8: int, dtype: torch.dtype) -> Tensor:
     """``float(q) * scale_inv`` rounded once to ``dtype``; ``codes`` uint8 of any shape."""
     values = codes.view(FP8_ELEMENTS[fp8].dtype).to(torch.float32)
-    return (values * scale_inv).to(dtype)
+    return (values * scale_inv.reshape(())).to(dtype)
 
 
 def make_empty(

@@ -1,0 +1,136 @@
+// Everything that needs inline PTX: wide loads and stores with cache hints, packed min/max, conversions, byte
+// permutation, programmatic dependent launch. No header is included, so that nvcc and NVRTC read the same
+// text fast.
+#pragma once
+
+namespace tejit {
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i64 = long long;
+
+#define TEJIT_DEVICE __device__ __forceinline__
+
+// How a load treats the caches. Nothing here is read twice by one SM, so no variant allocates in L1.
+enum class Load { kPlain, kEvictFirst };
+// kStream marks the written lines as the first to leave L2: what was read keeps its place there.
+enum class Store { kPlain, kStream };
+
+TEJIT_DEVICE u64 evict_first_policy() {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+// Volatile only to keep the order in which the kernels issue them: several loads first, then the first use.
+template <Load kLoad>
+TEJIT_DEVICE uint4 load16(const void* p, u64 policy) {
+  uint4 v;
+  if constexpr (kLoad == Load::kEvictFirst) {
+    asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(p), "l"(policy));
+  } else {
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(p));
+  }
+  return v;
+}
+
+TEJIT_DEVICE u32 load4(const void* p) {
+  u32 v;
+  asm("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(p));
+  return v;
+}
+
+TEJIT_DEVICE u16 load2(const void* p) {
+  u16 v;
+  asm("ld.global.nc.u16 %0, [%1];" : "=h"(v) : "l"(p));
+  return v;
+}
+
+// A value that an earlier kernel of the same stream may still be writing when this one starts (programmatic
+// dependent launch): read through L2, never through the read-only path.
+TEJIT_DEVICE float load_shared_value(const float* p) {
+  float v;
+  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");
+  return v;
+}
+
+template <Store kStore>
+TEJIT_DEVICE void store16(void* p, uint4 v) {
+  if constexpr (kStore == Store::kStream) {
+    asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z),
+                 "r"(v.w)
+                 : "memory");
+  } else {
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+                 : "memory");
+  }
+}
+
+template <Store kStore>
+TEJIT_DEVICE void store8(void* p, u32 lo, u32 hi) {
+  if constexpr (kStore == Store::kStream) {
+    asm volatile("st.global.cs.v2.u32 [%0], {%1, %2};" ::"l"(p), "r"(lo), "r"(hi) : "memory");
+  } else {
+    asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(p), "r"(lo), "r"(hi) : "memory");
+  }
+}
+
+template <Store kStore>
+TEJIT_DEVICE void store4(void* p, u32 v) {
+  if constexpr (kStore == Store::kStream) {
+    asm volatile("st.global.cs.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+  } else {
+    asm volatile("st.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+  }
+}
+
+// Maximum of two packed numbers that have no sign; a NaN gives way to the other operand, subnormals count.
+TEJIT_DEVICE u32 max_bf16x2(u32 a, u32 b) {
+  u32 m;
+  asm("max.bf16x2 %0, %1, %2;" : "=r"(m) : "r"(a), "r"(b));
+  return m;
+}
+
+TEJIT_DEVICE u32 max_f16x2(u32 a, u32 b) {
+  u32 m;
+  asm("max.f16x2 %0, %1, %2;" : "=r"(m) : "r"(a), "r"(b));
+  return m;
+}
+
+TEJIT_DEVICE float f32_of_f16(u16 h) {
+  float f;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h));
+  return f;
+}
+
+// What is left of a dimension, as an int: tiles and chunks are small, tensors need not be.
+TEJIT_DEVICE int clamp_left(i64 left) {
+  return left < (1 << 30) ? static_cast<int>(left) : (1 << 30);
+}
+
+TEJIT_DEVICE u32 permute(u32 a, u32 b, u32 selector) {
+  return __byte_perm(a, b, selector);
+}
+
+// Programmatic dependent launch (compute capability 9.0 and up; nothing before it).
+// The kernel after this one may start, as far as there is room beside this one.
+TEJIT_DEVICE void allow_next_kernel() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// All that the kernel before this one wrote is visible afterwards.
+TEJIT_DEVICE void wait_for_previous_kernel() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+}  // namespace tejit

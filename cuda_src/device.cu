@@ -1,0 +1,25 @@
+// The one unit of an architecture part: the kernels of every format, then what finds them by name.
+#include "fp8/current.cu"
+
+// A cubin is asked through the driver; a shared object through this function.
+#ifndef __CUDACC_RTC__
+#include <cstring>
+
+extern "C" __attribute__((visibility("default"))) void* tejit_part_kernel(const char* name) {
+  static const struct {
+    const char* name;
+    const void* function;
+  } kTable[] = {
+#define TEJIT_ENTRY(NAME) {#NAME, reinterpret_cast<const void*>(&NAME)},
+      TEJIT_FP8_KERNELS(TEJIT_ENTRY)
+#undef TEJIT_ENTRY
+  };
+  for (const auto& entry : kTable) {
+    if (std::strcmp(entry.name, name) == 0) {
+      cudaKernel_t kernel = nullptr;
+      return cudaGetKernel(&kernel, entry.function) == cudaSuccess ? static_cast<void*>(kernel) : nullptr;
+    }
+  }
+  return nullptr;
+}
+#endif

@@ -1,0 +1,51 @@
+// From the maximum of a tensor to its scale, and the part of every cast that does so.
+#pragma once
+
+#include "common/reduce.cuh"
+#include "fp8/args.h"
+
+namespace tejit {
+namespace fp8 {
+
+TEJIT_DEVICE bool is_noop(const float* noop) {
+  return noop != nullptr && load_shared_value(noop) == 1.0f;
+}
+
+// The division must be IEEE's, and its result must not be flushed: hence the intrinsics.
+TEJIT_DEVICE float scale_from_amax(float amax, float fp8_max, bool pow2, float eps) {
+  constexpr float kLimit = 3.402823466e+38f;
+  if (amax < eps) amax = eps;
+  // Neither 0 nor inf nor NaN; written so that NaN fails it too.
+  const bool usable = amax > 0.0f && amax <= kLimit;
+  float scale = usable ? __fdiv_rn(fp8_max, amax) : 1.0f;
+  if (scale > kLimit) scale = kLimit;
+  return pow2 ? __uint_as_float(__float_as_uint(scale) & 0xff800000u) : scale;
+}
+
+TEJIT_DEVICE float reciprocal(float scale) {
+  return __fdiv_rn(1.0f, scale);
+}
+
+// Every block finds the scale for itself: a few kilobytes from L2, instead of one more launch. Call it once a
+// kernel, from all threads, after the first loads of x were issued.
+template <int kThreads>
+TEJIT_DEVICE float scale_of_block(const CastArgs& args, float fp8_max) {
+  __shared__ u32 scratch[32];
+  wait_for_previous_kernel();
+  float amax;
+  if (args.amax_count == 1) {
+    amax = load_shared_value(args.amax);  // a caller's own amax may be NaN, which a maximum would lose
+  } else {
+    float m = 0.0f;
+#pragma unroll 2
+    for (int i = threadIdx.x; i < args.amax_count; i += kThreads)
+      m = fmaxf(m, load_shared_value(args.amax + i));
+    amax = block_max<kThreads>(m, scratch);
+  }
+  const float scale = scale_from_amax(amax, fp8_max, args.pow2 != 0, args.eps);
+  if (blockIdx.x == 0 && threadIdx.x == 0) *args.scale_inv = reciprocal(scale);
+  return scale;
+}
+
+}  // namespace fp8
+}  // namespace tejit

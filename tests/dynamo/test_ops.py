@@ -1,0 +1,47 @@
+"""The op library: torch's own opcheck on every op, fakes equal to what the ops return."""
+
+import pytest
+import torch
+from torch.library import opcheck
+
+from tests.common import DEVICES
+
+
+def arguments(device: str) -> list[tuple[str, tuple]]:
+    x = torch.randn(6, 10, dtype=torch.bfloat16, device=device)
+    one = torch.ones(1, device=device)
+    out = [torch.zeros(size, dtype=torch.uint8, device=device) for size in ((6, 10), (10, 6))]
+    return [
+        ("fp8_amax", (x,)),
+        ("fp8_scale", (one, 0, True, 0.5)),
+        ("fp8_quantize_current", (x, 0, True, True, False, 0.0, None)),
+        ("fp8_quantize_current", (x, 1, True, False, True, 0.1, one)),
+        ("fp8_quantize_current", (x[:0], 1, False, True, False, 0.0, None)),
+        ("fp8_quantize_current_out", (x, 0, False, 0.0, None, None, *out, one.clone())),
+        ("fp8_quantize_current_out", (x, 1, True, 0.0, one, one * 0, None, out[1], one.clone())),
+        ("fp8_make_empty", ([6, 10], True, True, torch.device(device), False)),
+        ("fp8_make_empty", ([], True, False, torch.device(device), False)),
+    ]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("index", range(9))
+def test_opcheck(index, device, need_kernels) -> None:
+    need_kernels(device)
+    name, values = arguments(device)[index]
+    op = getattr(torch.ops.tejit, name).default
+    utils = ["test_schema", "test_autograd_registration", "test_faketensor"]
+    if name != "fp8_make_empty":  # uninitialised outputs cannot be compared
+        utils.append("test_aot_dispatch_dynamic")
+    opcheck(op, values, test_utils=utils)
+    assert torch.Tag.pt2_compliant_tag in op.tags
+
+
+def test_every_op_is_checked_here() -> None:
+    checked = {name for name, _ in arguments("cpu")}
+    registered = {
+        schema.name.removeprefix("tejit::")
+        for schema in torch._C._jit_get_all_schemas()
+        if schema.name.startswith("tejit::")
+    }
+    assert registered == checked

@@ -1,0 +1,225 @@
+"""Linear against torch.nn.Linear and against its three products written out."""
+
+import pytest
+import torch
+from torch import nn
+
+import tejit
+from tejit import Float8CurrentScalingQuantizer
+from tejit.recipe import Float8CurrentScaling, Format
+from tests.common import DEVICES, DTYPES, short
+
+#: Relative error (Frobenius) that FP8 with one scale may have on N(0,1) data: two operands, each rounded to
+#: 3 (E4M3) or 2 (E5M2) mantissa bits, so uniform relative errors up to 2^-4 (2^-3), about 0.6 of that in the mean.
+BOUND = {"y": 0.05, "dgrad": 0.09, "wgrad": 0.09}
+
+
+def pair(i: int, o: int, bias: bool, dtype: torch.dtype, device: str) -> tuple[nn.Linear, tejit.Linear]:
+    torch.manual_seed(0)
+    plain = nn.Linear(i, o, bias, device=device, dtype=dtype)
+    ours = tejit.Linear(i, o, bias, device=device, dtype=dtype)
+    ours.load_state_dict(plain.state_dict())
+    return plain, ours
+
+
+def run(module, x, grad):
+    x = x.clone().requires_grad_()
+    y = module(x)
+    y.backward(grad)
+    result = {"y": y.detach(), "dgrad": x.grad, "wgrad": module.weight.grad}
+    if module.bias is not None:
+        result["bias_grad"] = module.bias.grad
+    module.zero_grad()
+    return result
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+def test_without_autocast_it_is_nn_linear(dtype, device) -> None:
+    plain, ours = pair(31, 17, True, dtype, device)
+    assert list(ours.state_dict()) == list(plain.state_dict())
+    assert isinstance(ours, nn.Linear)
+    x, grad = torch.randn(2, 5, 31, device=device, dtype=dtype), torch.randn(2, 5, 17, device=device, dtype=dtype)
+    got, want = run(ours, x, grad), run(plain, x, grad)
+    with tejit.autocast(), tejit.autocast(enabled=False):
+        nested = run(ours, x, grad)
+    for name in want:
+        assert torch.equal(got[name], want[name]), name
+        assert torch.equal(nested[name], want[name]), name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("fp8_format", [Format.HYBRID, Format.E4M3], ids=lambda f: f.name)
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize(("i", "o", "lead"), [(64, 48, (32,)), (767, 61, (5, 7)), (40, 5461, (3,)), (1, 1, (2, 2, 2))])
+def test_error_of_each_product_is_that_of_the_format(i, o, lead, dtype, fp8_format, device) -> None:
+    plain, ours = pair(i, o, True, dtype, device)
+    x = torch.randn(*lead, i, device=device, dtype=dtype)
+    grad = torch.randn(*lead, o, device=device, dtype=dtype)
+    with tejit.autocast(recipe=Float8CurrentScaling(fp8_format=fp8_format)):
+        got = run(ours, x, grad)
+    want = run(plain, x, grad)
+    for name in want:
+        assert got[name].dtype == want[name].dtype
+        assert got[name].shape == want[name].shape
+        error = (got[name].double() - want[name].double()).norm() / want[name].double().norm()
+        if name == "bias_grad":
+            assert error < 1e-2
+        elif i > 1:
+            assert 0 < error < BOUND[name], f"{name}: {error:.4f}"
+
+
+def test_the_three_products_written_out() -> None:
+    """fprop, dgrad and wgrad multiply exactly the operands that the quantizers of the recipe make."""
+    _, layer = pair(24, 40, True, torch.float32, "cpu")
+    x, grad = torch.randn(16, 24), torch.randn(16, 40)
+    with tejit.autocast(recipe=Float8CurrentScaling()):
+        got = run(layer, x, grad)
+    e4m3, e5m2 = Float8CurrentScalingQuantizer(), Float8CurrentScalingQuantizer(torch.float8_e5m2)
+    qx, qw, qg = (q(t).dequantize().double() for q, t in ((e4m3, x), (e4m3, layer.weight.detach()), (e5m2, grad)))
+    want = {"y": qx @ qw.t() + layer.bias.double(), "dgrad": qg @ qw, "wgrad": qg.t() @ qx, "bias_grad": grad.sum(0)}
+    for name, value in want.items():
+        assert torch.allclose(got[name].double(), value.double(), rtol=1e-5, atol=1e-5), name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_saved_for_backward_is_the_quantized_operand(device) -> None:
+    layer = tejit.Linear(64, 96, device=device, dtype=torch.bfloat16)
+    x = torch.randn(32, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
+    saved = []
+
+    def pack(tensor):
+        saved.append((tensor.dtype, tensor.numel()))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), tejit.autocast():
+        y = layer(x)
+    assert sum(n * d.itemsize for d, n in saved) == 32 * 64 + 64 * 96 + 2 * 4
+    assert all(dtype in (torch.uint8, torch.float32) for dtype, _ in saved)
+    saved.clear()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), tejit.autocast(), torch.no_grad():
+        layer(x)
+    assert saved == []
+    y.sum().backward()
+
+
+def test_frozen_weight_and_frozen_input() -> None:
+    """A frozen layer still passes gradient on; only what is needed is computed and saved."""
+    layer = tejit.Linear(32, 16)
+    x = torch.randn(8, 32, requires_grad=True)
+    with tejit.autocast():
+        layer(x).sum().backward()
+        full_x, full_w = x.grad.clone(), layer.weight.grad.clone()
+        x.grad = layer.weight.grad = layer.bias.grad = None
+        layer.weight.requires_grad_(False)
+        layer(x).sum().backward()
+        assert torch.equal(x.grad, full_x)
+        assert layer.weight.grad is None
+        layer.weight.requires_grad_(True)
+        layer(x.detach()).sum().backward()
+    assert torch.equal(layer.weight.grad, full_w)
+
+
+def test_backward_does_not_read_the_context() -> None:
+    layer = tejit.Linear(32, 16)
+    x = torch.randn(8, 32, requires_grad=True)
+    gradients = []
+    for inside in (False, True):
+        with tejit.autocast():
+            y = layer(x)
+            if inside:
+                with tejit.autocast(recipe=Float8CurrentScaling(fp8_format=Format.E4M3)):
+                    y.pow(2).sum().backward()
+        if not inside:
+            y.pow(2).sum().backward()
+        gradients.append(x.grad.clone())
+        x.grad = None
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", [(0, 32), (3, 0, 32)], ids=short)
+def test_empty_batches(shape, device) -> None:
+    layer = tejit.Linear(32, 16, device=device)
+    x = torch.randn(shape, device=device, requires_grad=True)
+    with tejit.autocast():
+        y = layer(x)
+    assert y.shape == (*shape[:-1], 16)
+    y.sum().backward()
+    assert x.grad.shape == x.shape
+    assert (layer.weight.grad == 0).all()
+    assert (layer.bias.grad == 0).all()
+
+
+def test_two_layers_in_sequence_both_get_gradients() -> None:
+    """TransformerEngine#3172."""
+    model = nn.Sequential(tejit.Linear(16, 32), tejit.Linear(32, 8))
+    with tejit.autocast():
+        model(torch.randn(4, 16)).sum().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_inside_torch_autocast_it_takes_the_amp_dtype(device) -> None:
+    plain, ours = pair(32, 16, True, torch.float32, device)
+    x = torch.randn(8, 32, device=device, requires_grad=True)
+    with torch.autocast(device, torch.bfloat16), tejit.autocast():
+        y, want = ours(x), plain(x)
+    assert y.dtype == want.dtype == torch.bfloat16
+    y.float().sum().backward()
+    assert ours.weight.grad.dtype == torch.float32
+    assert x.grad.dtype == torch.float32
+    low = tejit.Linear(32, 16, device=device, dtype=torch.bfloat16)
+    low.load_state_dict(ours.state_dict())
+    with tejit.autocast():
+        assert torch.equal(y, low(x.to(torch.bfloat16)))
+
+
+def test_arguments() -> None:
+    assert tejit.Linear(4, 4, params_dtype=torch.float16).weight.dtype == torch.float16
+    assert tejit.Linear(4, 4, dtype=torch.float16, params_dtype=torch.float16).weight.dtype == torch.float16
+    with pytest.raises(ValueError, match=r"torch\.float16.*torch\.bfloat16"):
+        tejit.Linear(4, 4, dtype=torch.float16, params_dtype=torch.bfloat16)
+    assert (tejit.Linear(4, 4, init_method=nn.init.zeros_).weight == 0).all()
+    assert tejit.Linear(4, 4, bias=False).bias is None
+    layer = tejit.Linear(4, 6, return_bias=True)
+    x = torch.randn(3, 4)
+    for context in (tejit.autocast(enabled=False), tejit.autocast()):
+        with context:
+            y, bias = layer(x)
+        assert bias is layer.bias
+        assert torch.allclose(y + bias, nn.functional.linear(x, layer.weight, layer.bias), atol=0.3)
+    with pytest.raises(ValueError, match="needs bias=True"):
+        tejit.Linear(4, 4, bias=False, return_bias=True)
+    with torch.device("meta"):
+        assert tejit.Linear(4, 4).weight.device.type == "meta"
+
+
+def test_errors_name_the_value() -> None:
+    layer = tejit.Linear(4, 4)
+    with tejit.autocast():
+        with pytest.raises(ValueError, match=r"\(3, 5\).*in_features = 4"):
+            layer(torch.randn(3, 5))
+        with pytest.raises(TypeError, match=r"torch\.bfloat16 and the weight torch\.float32"):
+            layer(torch.randn(3, 4, dtype=torch.bfloat16))
+        with pytest.raises(TypeError, match=r"torch\.float64; it must be"):
+            layer.double()(torch.randn(3, 4, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing_is_bit_equal(reentrant) -> None:
+    model = nn.Sequential(tejit.Linear(16, 32), nn.GELU(), tejit.Linear(32, 16))
+    x = torch.randn(8, 16, requires_grad=True)
+    with tejit.autocast():
+        model(x).pow(2).sum().backward()
+    want = [x.grad.clone()] + [p.grad.clone() for p in model.parameters()]
+    x.grad = None
+    model.zero_grad()
+
+    def inner(value):
+        with tejit.autocast():
+            return model(value)
+
+    torch.utils.checkpoint.checkpoint(inner, x, use_reentrant=reentrant).pow(2).sum().backward()
+    for got, expected in zip([x.grad] + [p.grad for p in model.parameters()], want, strict=True):
+        assert torch.equal(got, expected)

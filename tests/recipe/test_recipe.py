@@ -1,0 +1,105 @@
+"""Recipes and autocast."""
+
+import dataclasses
+import pickle
+import threading
+
+import pytest
+import torch
+
+import tejit
+from tejit.recipe import Float8CurrentScaling, Format, current_recipe, default_recipe
+
+
+def test_recipes_are_values() -> None:
+    assert Float8CurrentScaling() == Float8CurrentScaling()
+    assert hash(Float8CurrentScaling()) == hash(Float8CurrentScaling())
+    assert Float8CurrentScaling() != Float8CurrentScaling(amax_epsilon=0.1)
+    assert pickle.loads(pickle.dumps(Float8CurrentScaling(amax_epsilon=0.1))) == Float8CurrentScaling(amax_epsilon=0.1)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Float8CurrentScaling().amax_epsilon = 1.0
+
+
+def test_typos_and_nonsense_are_errors() -> None:
+    with pytest.raises(TypeError, match="amax_epsilom"):
+        Float8CurrentScaling(amax_epsilom=1.0)
+    with pytest.raises(TypeError, match="fp8_format is 'HYBRID'"):
+        Float8CurrentScaling(fp8_format="HYBRID")
+    with pytest.raises(ValueError, match="E5M2 by E5M2"):
+        Float8CurrentScaling(fp8_format=Format.E5M2)
+    with pytest.raises(ValueError, match="amax_epsilon is -1"):
+        Float8CurrentScaling(amax_epsilon=-1)
+    with pytest.raises(TypeError, match="recipe is 'fp8'"):
+        tejit.autocast(recipe="fp8")
+
+
+def test_every_switch_reaches_every_quantizer() -> None:
+    """TransformerEngine's own switch does not reach its quantizers; here each does."""
+    plain, switched = Float8CurrentScaling(), Float8CurrentScaling(force_pow_2_scales=True, amax_epsilon=0.25)
+    for recipe, pow2, eps in ((plain, False, 0.0), (switched, True, 0.25)):
+        for variants in (recipe.linear.input, recipe.linear.weight, recipe.linear.grad_output):
+            for quantizer in variants:
+                assert quantizer.force_pow_2_scales is pow2
+                assert quantizer.amax_epsilon == eps
+                assert quantizer.internal
+            assert [q.get_usages() for q in variants] == [
+                {"rowwise": True, "columnwise": False},
+                {"rowwise": False, "columnwise": True},
+                {"rowwise": True, "columnwise": True},
+            ]
+    hybrid, e4m3 = Float8CurrentScaling().linear, Float8CurrentScaling(fp8_format=Format.E4M3).linear
+    assert hybrid.input.both.fp8_dtype == hybrid.weight.both.fp8_dtype == torch.float8_e4m3fn
+    assert hybrid.grad_output.both.fp8_dtype == torch.float8_e5m2
+    assert e4m3.grad_output.both.fp8_dtype == torch.float8_e4m3fn
+    for name in ("fast_accum_fprop", "fast_accum_dgrad", "fast_accum_wgrad"):
+        for value in (True, False):
+            assert getattr(Float8CurrentScaling(**{name: value}).linear, name) is value
+
+
+def test_force_pow_2_scales_gives_powers_of_two() -> None:
+    recipe = Float8CurrentScaling(force_pow_2_scales=True)
+    scale_inv = recipe.linear.input.both.quantize(torch.randn(8, 8))._scale_inv
+    assert torch.frexp(scale_inv).mantissa.item() == 0.5
+
+
+def test_autocast_nests_is_reentrant_and_restores_after_errors() -> None:
+    outer, inner = Float8CurrentScaling(), Float8CurrentScaling(amax_epsilon=0.5)
+    assert current_recipe() is None
+    context = tejit.autocast(recipe=outer)
+    for _ in range(2):
+        with context, context:
+            assert current_recipe() is outer
+            with tejit.autocast(recipe=inner):
+                assert current_recipe() is inner
+            with tejit.autocast(enabled=False):
+                assert current_recipe() is None
+            assert current_recipe() is outer
+        assert current_recipe() is None
+    with pytest.raises(KeyError), tejit.autocast():
+        raise KeyError
+    assert current_recipe() is None
+    with tejit.autocast():
+        assert current_recipe() == default_recipe()
+
+
+def test_autocast_is_a_thread_s_own() -> None:
+    seen = []
+    with tejit.autocast():
+        thread = threading.Thread(target=lambda: seen.append(current_recipe()))
+        thread.start()
+        thread.join()
+    assert seen == [None]
+
+
+def test_availability_gives_the_reason() -> None:
+    available, reason = tejit.is_fp8_available(return_reason=True, device="cpu")
+    assert available is False
+    assert "cpu" in reason
+    assert tejit.is_fp8_available(device="cpu") is False
+
+
+@pytest.mark.gpu
+def test_availability_on_the_gpu() -> None:
+    native = torch.cuda.get_device_capability() >= (8, 9)
+    assert tejit.is_fp8_available() is native
+    assert tejit.is_fp8_available(return_reason=True)[1] == "" or not native
