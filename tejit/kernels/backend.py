@@ -22,8 +22,10 @@ def _checked(name: str, source: str) -> str:
     return name
 
 
-#: The process-wide choice, from ``TEJIT_BACKEND``.
-DEFAULT = _checked(os.environ.get("TEJIT_BACKEND", "auto") or "auto", "TEJIT_BACKEND")
+#: The process-wide choice, from ``TEJIT_BACKEND``; `python -m tejit` computes nothing and tells of a wrong one itself.
+DEFAULT = (
+    "auto" if jit.is_command_line() else _checked(os.environ.get("TEJIT_BACKEND", "auto") or "auto", "TEJIT_BACKEND")
+)
 
 
 class _State(threading.local):
