@@ -85,19 +85,17 @@ def write_sources(folder: Path) -> Path:
     return folder
 
 
+def foreign_settings() -> list[str]:
+    """Variables of this process's environment that would reach a build."""
+    names = ("MAX_JOBS", "CXX", "XDG_CACHE_HOME", "CUDA_HOME", "CUDA_PATH", "TMPDIR")
+    return [name for name in os.environ if name.startswith("TEJIT_") or name in names]
+
+
 @pytest.fixture(autouse=True)
 def plain_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     """No setting of the machine's reaches a test, and none of its directories is written to."""
-    for name in list(os.environ):
-        if name.startswith("TEJIT_") or name in (
-            "MAX_JOBS",
-            "CXX",
-            "XDG_CACHE_HOME",
-            "CUDA_HOME",
-            "CUDA_PATH",
-            "TMPDIR",
-        ):
-            monkeypatch.delenv(name)
+    for name in foreign_settings():
+        monkeypatch.delenv(name)
     home = tmp_path_factory.mktemp("home")
     monkeypatch.setenv("HOME", str(home))
 
@@ -120,7 +118,9 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Sources, and a cache that holds their host part; never to be changed."""
     folder = tmp_path_factory.mktemp("filled")
     made = write_sources(folder / "sources")
-    done = fork(load_here, str(made), env={"TEJIT_CACHE_DIR": str(folder / "cache")})
+    # This runs before `plain_environment`.
+    env = {**dict.fromkeys(foreign_settings()), "TEJIT_CACHE_DIR": str(folder / "cache")}
+    done = fork(load_here, str(made), env=env)
     assert done.value["loaded"], done.err
     return made, folder / "cache"
 

@@ -16,7 +16,7 @@ import torch
 from tejit.jit import CacheError, CompileError, KernelNotCached, ToolchainError
 from tejit.jit.cli import main
 
-from .conftest import entries, fork, load_here, python
+from .conftest import Quick, entries, fork, load_here
 
 pytestmark = pytest.mark.jit
 
@@ -40,46 +40,13 @@ def test_the_first_load_builds_and_the_second_finds(sources: Path, cache_dir: Pa
     assert "-ffp-contract=off" in (entries(cache_dir)[0] / "build.log").read_text()
 
 
-def test_quiet(sources: Path, cache_dir: Path) -> None:
-    done = fork(load_here, str(sources), env={"TEJIT_QUIET": "1"})
+def test_quiet(quick: Quick, cache_dir: Path) -> None:
+    done = fork(load_here, quick.sources, env={"TEJIT_QUIET": "1"})
     assert done.value["loaded"]
     assert done.err == ""
 
 
-WATCH = """
-import os, sys, torch
-os.environ["TEJIT_BACKEND"] = "torch"  # so that importing the package loads nothing yet
-from tejit import jit
-from tejit.jit import loader
-del os.environ["TEJIT_BACKEND"]
-loader._state = loader._State()
-events = []
-def hook(name, arguments):
-    if name in ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.exec", "os.mkdir",
-                "os.rename", "os.remove", "os.rmdir", "os.symlink", "os.link", "os.chmod", "os.system"):
-        events.append((name, arguments))
-    if name == "open" and isinstance(arguments[2], int) and arguments[2] & 3:
-        events.append((name, arguments))
-before = set(sys.modules)
-sys.dont_write_bytecode = True
-sys.addaudithook(hook)
-jit.load(sys.argv[1])
-assert jit.is_loaded(), jit.host_error()
-assert not events, events
-new = set(sys.modules) - before
-heavy = [name for name in new if name.split(".")[0] in ("filelock", "cuda", "subprocess")
-         or name in ("torch.utils.cpp_extension", "tejit.jit.build")]
-assert not heavy, heavy
-"""
-
-
-def test_a_warm_load_starts_nothing_and_writes_nothing(warm: tuple[str, Path]) -> None:
-    done = python("-c", WATCH, warm[0])
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-
-
-def test_sixteen_threads_load_once(sources: Path, cache_dir: Path) -> None:
+def test_sixteen_threads_load_once(quick: Quick, cache_dir: Path) -> None:
     def many(root: str) -> Any:
         from tejit import jit
 
@@ -90,7 +57,7 @@ def test_sixteen_threads_load_once(sources: Path, cache_dir: Path) -> None:
             thread.join()
         return jit.is_loaded()
 
-    done = fork(many, str(sources))
+    done = fork(many, quick.sources)
     assert done.value is True, done.err
     assert done.err.count("building kernels") == 1
 
@@ -131,14 +98,14 @@ def test_never_is_content_with_a_filled_cache(warm: tuple[str, Path]) -> None:
     assert fork(load_here, warm[0], env={"TEJIT_COMPILE": "never"}).value["loaded"]
 
 
-def test_lazy_builds_at_first_use(sources: Path, cache_dir: Path) -> None:
+def test_lazy_builds_at_first_use(quick: Quick, cache_dir: Path) -> None:
     def lazy(root: str) -> Any:
         from tejit import jit
 
         before = load_here(root), jit.host_pending(), cache_dir.exists()
         return before, jit.ensure_host(), jit.is_loaded()
 
-    (before, pending, written), error, loaded = fork(lazy, str(sources), env={"TEJIT_COMPILE": "lazy"}).value
+    (before, pending, written), error, loaded = fork(lazy, quick.sources, env={"TEJIT_COMPILE": "lazy"}).value
     assert (before["loaded"], before["error"], pending, written) == (False, None, True, False)
     assert error is None
     assert loaded
@@ -166,7 +133,7 @@ def test_a_named_compiler_that_does_not_run(sources: Path, cache_dir: Path) -> N
     assert "TEJIT_CXX=/bin/false" in str(done.value["error"])
 
 
-def test_a_library_that_does_not_load_is_built_once_more(warm: tuple[str, Path]) -> None:
+def test_a_library_that_does_not_load_is_built_once_more(warm: tuple[str, Path], quick: Quick) -> None:
     import hashlib
     import json
 
@@ -184,7 +151,7 @@ def test_a_library_that_does_not_load_is_built_once_more(warm: tuple[str, Path])
     assert fork(load_here, warm[0]).err == ""
 
 
-def test_a_damaged_entry_is_said_and_built_once(warm: tuple[str, Path]) -> None:
+def test_a_damaged_entry_is_said_and_built_once(warm: tuple[str, Path], quick: Quick) -> None:
     (folder,) = entries(warm[1])
     (folder / "tejit.so").write_bytes(b"\x7fELF")
     done = fork(load_here, warm[0])
