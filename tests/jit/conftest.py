@@ -203,7 +203,7 @@ class Fork:
     ) -> None:
         import torch  # noqa: F401
 
-        receive, send = os.pipe()
+        answer_file = os.memfd_create("answer")  # no pipe: an answer may be larger than one holds
         err_receive, err_send = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
@@ -211,7 +211,6 @@ class Fork:
             try:
                 atexit._clear()  # what this process registers is run at its end, and nothing else
                 os.setpgid(0, 0)
-                os.close(receive)
                 os.close(err_receive)
                 os.dup2(err_send, 2)
                 os.close(err_send)
@@ -238,16 +237,15 @@ class Fork:
                     traceback.print_exc()
                     answer = (None, error)
                 atexit._run_exitfuncs()
-                with open(send, "wb") as out:
+                with open(answer_file, "wb") as out:
                     out.write(pickle.dumps(answer))
                 status = 0
             except BaseException:
                 traceback.print_exc()
             finally:
                 os._exit(status)
-        os.close(send)
         os.close(err_send)
-        self._answer = os.fdopen(receive, "rb")
+        self._answer = os.fdopen(answer_file, "rb")
         self._err = os.fdopen(err_receive, "rb", buffering=0)
         self.said = b""
 
@@ -262,10 +260,11 @@ class Fork:
         """Wait for its end."""
         while more := self._err.read(65536):
             self.said += more
+        status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        self._answer.seek(0)
         data = self._answer.read()
         self._err.close()
         self._answer.close()
-        status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         value, error = pickle.loads(data) if data else (None, None)
         return Done(value, error, self.said.decode(), status)
 

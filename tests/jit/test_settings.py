@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -44,6 +46,13 @@ def test_an_architecture_without_kernels_lists_the_supported(text: str) -> None:
 def test_unknown_choices_are_refused(name: str, value: str, choices: str) -> None:
     with pytest.raises(ValueError, match=f"{name}='{value}'.*{choices}"):
         read_settings({name: value})
+
+
+def test_every_variable_is_in_the_documentation() -> None:
+    root = Path(__file__).parents[2]
+    told = set(re.findall(r"TEJIT_[A-Z_]+", (root / "docs" / "cache.md").read_text()))
+    read = set(re.findall(r'"(TEJIT_[A-Z_]+)"', Path(settings.__file__).read_text()))
+    assert told == read
 
 
 def test_defaults() -> None:
