@@ -8,7 +8,6 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 from . import gpus
 from .cache import Entry, find, move_aside
@@ -23,20 +22,20 @@ ABI = 1
 _PartCallback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)
 
 
-@dataclass
 class _State:
     """What this process has loaded. One lock guards it: a second thread waits for the first one's build."""
 
-    lock: threading.RLock = field(default_factory=threading.RLock)
-    settings: Settings | None = None  # set when `load` is through
-    sources: str = ""
-    library: ctypes.CDLL | None = None
-    library_path: str | None = None
-    host_error: TejitError | None = None
-    parts: dict[int, TejitError | None] = field(default_factory=dict)  # by compute capability; None: registered
-    paths: dict[int, str] = field(default_factory=dict)
-    errors: dict[str, TejitError] = field(default_factory=dict)  # by key; a part that failed is not compiled again
-    callback: Callable[[int], int] | None = None  # the host part keeps a pointer to it
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.settings: Settings | None = None  # set when `load` is through
+        self.sources = ""
+        self.library: ctypes.CDLL | None = None
+        self.library_path: str | None = None
+        self.host_error: TejitError | None = None
+        self.parts: dict[int, TejitError | None] = {}  # by compute capability; None: registered
+        self.paths: dict[int, str] = {}
+        self.errors: dict[str, TejitError] = {}  # by key; a part that failed is not compiled again
+        self.callback: Callable[[int], int] | None = None  # the host part keeps a pointer to it
 
 
 _state = _State()
