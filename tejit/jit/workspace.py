@@ -22,11 +22,10 @@ from .roots import Root, distrust, is_full, is_noexec, mount_of, temporary_dirs
 from .toolchain import Compiler, Nvcc, clean_environment, find_static_cudart
 
 CHILD = os.path.join(os.path.dirname(os.path.abspath(__file__)), "child.py")
-# ninja and the shell read these in a path; torch escapes spaces only.
-_UNSAFE = re.compile(r"[$:|\n\\]")
-# Each would be ambiguous for the linker, to which torch passes its own folder unquoted.
-_UNQUOTED = re.compile(r"[^\w./+@,=-]")
+# What may stand unquoted in ninja's file and in a shell: releases of torch differ in what they quote.
+_PLAIN = re.compile(r"[\w./+@,=-]*")
 _ERROR_LINE = re.compile(r"\berror\b|\bfatal\b|undefined reference|cannot find -l", re.IGNORECASE)
+_LONGEST = 300
 _FULL = re.compile(r"No space left on device|Disk quota exceeded")
 _KILLED = re.compile(
     r"Killed signal terminated|died due to signal 9|signal 9\b|Killed \(program|\bKilled$", re.MULTILINE
@@ -147,7 +146,7 @@ class Workspace:
         import torch
 
         folder = os.path.dirname(os.path.abspath(str(torch.__file__)))
-        if not _UNQUOTED.search(folder):
+        if _PLAIN.fullmatch(folder):
             return None
         link = os.path.join(self.folder, "torch")
         os.symlink(folder, link)
@@ -205,7 +204,10 @@ def _make_folder(root: Root | None, full: Collection[str]) -> tuple[str, str]:
     noexec: list[str] = []
     failed: list[str] = []
     for base in [*temporary_dirs(), "/dev/shm", *([root.store] if root is not None else [])]:
-        if _UNSAFE.search(base) or not os.path.isdir(base):
+        if not os.path.isdir(base):
+            continue
+        if not _PLAIN.fullmatch(base):
+            failed.append(f"{base}: a character of it means something to ninja or the shell")
             continue
         if is_noexec(base):
             noexec.append(mount_of(base))
@@ -272,7 +274,10 @@ def explain_failure(part: Part, status: int, space: Workspace, log: str | None) 
             "memory ran out, most likely: set MAX_JOBS=1, or give this process more memory",
             log,
         )
-    lines = [line.strip() for line in text.splitlines()]
+    if "\nFAILED:" in text:
+        # ninja has told what failed; how torch's builder then ends says nothing more.
+        text = text.partition("\nTraceback (most recent call last)")[0]
+    lines = [line.strip()[:_LONGEST] for line in text.splitlines()]
     errors = [line for line in lines if _ERROR_LINE.search(line) and not line.startswith(("/bin/sh", "exec "))]
     shown = errors[:10] or [line for line in lines if line][-10:]
     how = f"signal {-status}" if status < 0 else f"exit {status}"

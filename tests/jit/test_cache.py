@@ -69,6 +69,23 @@ def test_the_second_publisher_uses_the_first_ones_entry(part: Part, root: Root, 
     assert os.listdir(root.store) == [part.key]
 
 
+def test_an_entry_that_is_there_but_not_visible_yet_is_no_failure(
+    part: Part, root: Root, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What NFS shows to the second publisher: the rename fails, and the look-up finds nothing."""
+    put(part, root, tmp_path, b"first")
+    look, unseen = cache.open_entry, [FileNotFoundError(2, "not there yet")]
+
+    def late(*arguments: Any) -> Entry:
+        if unseen:
+            raise unseen.pop()
+        return look(*arguments)
+
+    monkeypatch.setattr(cache, "open_entry", late)
+    assert Path(put(part, root, tmp_path, b"second").file).read_bytes() == b"second"
+    assert os.listdir(root.store) == [part.key]
+
+
 def truncate(folder: Path) -> None:
     (folder / "tejit.so").write_bytes(b"\x7fELF")
 

@@ -189,6 +189,14 @@ def test_a_compiler_that_is_killed_says_what_to_do(sources: Path, cache_dir: Pat
     assert "MAX_JOBS=1" in done.err
 
 
+def test_a_compiler_that_vanishes_is_named(sources: Path, cache_dir: Path, tmp: Path, tmp_path: Path) -> None:
+    compiler = script(tmp_path / "bin" / "c++", 'case "$*" in *" -c "*) exec /gone/cc1plus;; esac; exec g++ "$@"')
+    error = fork(load_here, str(sources), env={"TEJIT_CXX": str(compiler)}).value["error"]
+    assert isinstance(error, CompileError)
+    assert any("/gone/cc1plus" in line and "not found" in line for line in error.details)
+    assert not any("Traceback" in line or "Error building extension" in line for line in error.details)
+
+
 def test_a_build_process_that_is_killed_says_the_same(quick: Quick, cache_dir: Path, tmp: Path) -> None:
     error = fork(load_here, quick.sources, env={"QUICK_FAIL": "kill"}).value["error"]
     assert isinstance(error, CompileError)

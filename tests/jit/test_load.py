@@ -15,8 +15,10 @@ import torch
 
 from tejit.jit import CacheError, CompileError, KernelNotCached, ToolchainError
 from tejit.jit.cli import main
+from tejit.jit.settings import Settings
+from tejit.jit.toolchain import find_nvcc
 
-from .conftest import Quick, entries, fork, load_here
+from .conftest import Quick, entries, fork, load_here, python
 
 pytestmark = pytest.mark.jit
 
@@ -170,6 +172,33 @@ def test_paths_with_every_kind_of_character(tmp_path: Path) -> None:
     done = fork(load_here, str(made), env=env)
     assert done.value["answer"] == 42, done.err
     assert done.value["path"].startswith(str(odd / "cache"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("what", ["TMPDIR", "torch", "toolkit"])
+def test_a_space_in_a_path(what: str, sources: Path, checkout: Path, cache_dir: Path, tmp_path: Path) -> None:
+    spaced = tmp_path / "a b"
+    spaced.mkdir()
+    (checkout / "cuda_src").unlink()
+    (checkout / "cuda_src").symlink_to(sources)
+    env = {"TEJIT_ARCH": "90a"}
+    if what == "TMPDIR":
+        env["TMPDIR"] = str(spaced)
+    elif what == "torch":
+        (spaced / "torch").symlink_to(Path(torch.__file__).parent)
+        env["PYTHONPATH"] = f"{spaced}{os.pathsep}{checkout}"
+    elif not HAS_NVCC:
+        pytest.skip("needs nvcc and a CUDA build of torch")
+    else:
+        nvcc = find_nvcc(Settings())
+        assert nvcc is not None
+        shutil.copytree(nvcc.root, spaced / "cuda", symlinks=True, ignore=shutil.ignore_patterns("*.so*", "nsight*"))
+        env["TEJIT_NVCC"] = str(spaced / "cuda" / "bin" / "nvcc")
+    code = "import tejit, torch; print(torch.__file__); print(tejit.jit.host_error(), tejit.jit.loader._state.parts)"
+    done = python("-c", code, env=env, path=checkout)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[1] == ("None {90: None}" if HAS_NVCC else "None {}"), done.stderr
+    assert what != "torch" or str(spaced) in done.stdout
 
 
 def test_a_compiler_with_words_and_spaces_in_its_path(sources: Path, cache_dir: Path, tmp_path: Path) -> None:
