@@ -139,7 +139,7 @@ def warm(filled: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def entries(cache: Path) -> list[Path]:
     """The entry folders of a cache."""
     store = cache / "v1"
-    return sorted(p for p in store.iterdir() if not p.name.startswith(".")) if store.is_dir() else []
+    return sorted(p for p in store.iterdir() if len(p.name) == 64) if store.is_dir() else []
 
 
 def load_here(sources: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import shutil
 import stat
 import sys
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,12 @@ def test_without_a_compiler_the_import_goes_on(sources: Path, cache_dir: Path, t
     assert isinstance(done.value["error"], ToolchainError)
     assert "no C++ compiler" in done.err
     assert "apt-get install g++" in done.err
+
+
+def test_warnings_that_are_errors_do_not_fail_the_import(sources: Path, cache_dir: Path, tmp_path: Path) -> None:
+    done = fork(load_here, str(sources), env={"PATH": str(tmp_path)}, before=lambda: warnings.simplefilter("error"))
+    assert done.error is None
+    assert "tejit: no C++ compiler" in done.err
 
 
 def test_a_named_compiler_that_does_not_run(sources: Path, cache_dir: Path) -> None:

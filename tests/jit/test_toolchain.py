@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tejit.jit import ToolchainError, build, loader, nvrtc, toolchain, workspace
+from tejit.jit import KernelNotCached, ToolchainError, build, loader, nvrtc, toolchain, workspace
 from tejit.jit.cli import main
 from tejit.jit.settings import Settings
 from tejit.jit.toolchain import Nvcc, check_nvcc, find_host_compiler, find_ninja, find_nvcc
@@ -35,6 +35,8 @@ esac""",
     )
     header = folder / "include" / "crt" / "host_config.h"
     header.parent.mkdir(parents=True)
+    (folder / "lib64").mkdir()
+    (folder / "lib64" / "libcudart_static.a").write_bytes(b"!<arch>\n")
     if newest_gxx is not None:
         header.write_text(f"#error -- unsupported GNU version! gcc versions later than {newest_gxx} are not supported!")
     return nvcc
@@ -186,6 +188,41 @@ def with_gpus(*ccs: int) -> None:
 def states(sources: str) -> Any:
     value = load_here(sources)
     return value["answer"], dict(loader._state.parts), dict(loader._state.paths)
+
+
+def test_two_kinds_of_gpu_use_two_entries(
+    quick: Quick, cache_dir: Path, tmp: Path, nothing: Path, tmp_path: Path
+) -> None:
+    nvcc = toolkit(tmp_path / "toolkit")
+    gxx(nothing / "g++", "12.2.0")
+    done = fork(states, quick.sources, env={"TEJIT_NVCC": str(nvcc)}, before=lambda: with_gpus(80, 90))
+    answer, parts, paths = done.value
+    assert answer == 42
+    assert parts == {80: None, 90: None}, done.err
+    assert len({paths[80], paths[90]}) == 2
+    assert len(entries(cache_dir)) == 3
+    for label in ("sm_80", "sm_90a"):
+        assert f"building kernels for {label} with nvcc 13.0.88 + g++ 12.2 (first use here, usually 3-15 s)" in done.err
+
+
+def test_never_keeps_the_error_for_the_first_op_on_such_a_gpu(warm: tuple[str, Path]) -> None:
+    def first_op(sources: str) -> Any:
+        from tejit import jit
+
+        before = states(sources)
+        try:
+            jit.warm(sources=sources)
+        except jit.KernelNotCached as error:
+            return before, jit.ensure_arch(90), jit.ensure_arch(90), error
+        return None
+
+    done = fork(first_op, warm[0], env={"TEJIT_COMPILE": "never"}, before=lambda: with_gpus(90))
+    (answer, parts, _), first, second, from_warm = done.value
+    assert (answer, parts) == (42, {}), "a machine is not asked for its GPUs"
+    assert isinstance(first, KernelNotCached)
+    assert str(first) == str(second) == str(from_warm)
+    assert "`python -m tejit warm --arch 90a`" in first.todo
+    assert done.err == ""
 
 
 def test_an_architecture_that_cannot_be_built_leaves_the_host_part(
