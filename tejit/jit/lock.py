@@ -6,14 +6,13 @@ import hashlib
 import inspect
 import json
 import os
-import tempfile
 import time
 from dataclasses import dataclass
 from typing import Any
 
 from . import leftovers
 from .errors import CompileError
-from .roots import Root, distrust
+from .roots import Root, distrust, own_temporary
 from .settings import Settings
 
 
@@ -39,7 +38,7 @@ class BuildLock:
         self.held = False
         where = hashlib.sha256((root.path if root else "").encode()).hexdigest()[:16]
         self._paths = []
-        own = _own_folder()
+        own = own_temporary()
         if own is not None and _private_folder(own) and _private_folder(os.path.join(own, "locks")):
             self._paths.append(os.path.join(own, "locks", f"{where}-{key}.lock"))
         if root is not None and _private_folder(os.path.join(root.store, ".locks")):
@@ -141,14 +140,6 @@ def _tools(settings: Settings) -> list[str | None]:
     """What decides about the compilers: another process's failure is one's own only where this is the same."""
     names = ("CXX", "CUDA_HOME", "CUDA_PATH", "PATH")
     return [settings.cxx, settings.nvcc, *map(os.environ.get, names)]
-
-
-def _own_folder() -> str | None:
-    try:
-        return os.path.join(tempfile.gettempdir(), f"tejit-{os.getuid()}")
-    except OSError:
-        # No directory for temporary files at all.
-        return None
 
 
 def _private_folder(path: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import tempfile
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -67,6 +68,14 @@ def temporary_dirs() -> list[str]:
     names = [os.environ.get(name, "") for name in ("TMPDIR", "TEMP", "TMP")] + ["/tmp", "/var/tmp"]
     paths = (os.path.abspath(name) for name in names if name)
     return [path for path in dict.fromkeys(paths) if os.path.isdir(path) and os.access(path, os.W_OK | os.X_OK)]
+
+
+def own_temporary() -> str | None:
+    """This user's folder for locks and logs among the temporary files; None where there can be none."""
+    try:
+        return os.path.join(tempfile.gettempdir(), f"tejit-{os.getuid()}")
+    except OSError:
+        return None
 
 
 def distrust(path: str, *, prebuilt: bool = False, follow: bool = False) -> str | None:

@@ -9,7 +9,6 @@ import re
 import shlex
 import shutil
 import sys
-import tempfile
 from collections.abc import Collection
 from typing import Any
 
@@ -18,7 +17,7 @@ from .cache import Entry
 from .errors import CacheError, CompileError, TejitError, ToolchainError
 from .nvrtc import options
 from .parts import Part
-from .roots import Root, distrust, is_full, is_noexec, mount_of, temporary_dirs
+from .roots import Root, distrust, is_full, is_noexec, mount_of, own_temporary, temporary_dirs
 from .toolchain import Compiler, Nvcc, clean_environment, find_static_cudart
 
 CHILD = os.path.join(os.path.dirname(os.path.abspath(__file__)), "child.py")
@@ -177,9 +176,9 @@ class Workspace:
 
     def keep_log(self, root: Root | None) -> str | None:
         """Copy the log to where it outlives this directory, and return that path."""
-        folders = [root.path] if root is not None else []
-        folders.append(os.path.join(tempfile.gettempdir(), f"tejit-{os.getuid()}"))
-        for folder in folders:
+        for folder in (root.path if root is not None else None, own_temporary()):
+            if folder is None:
+                continue
             target = os.path.join(folder, "logs")
             path = os.path.join(target, f"{self.part.name}-{self.part.key[:16]}.log")
             try:
