@@ -1,4 +1,5 @@
-"""What the tiers mean: `gpu` needs a CUDA device, `full` runs only where the -m expression speaks of it."""
+"""What the tiers mean: `gpu` needs a CUDA device; `pytest` leaves out what is marked `full`, `pytest -m full`
+runs everything."""
 
 from __future__ import annotations
 
@@ -32,9 +33,19 @@ def need_kernels() -> Callable[[str], None]:
     return need
 
 
+_everything = pytest.StashKey[bool]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # To pytest itself `-m full` would mean the slow tests alone.
+    config.stash[_everything] = config.option.markexpr.strip() == "full"
+    if config.stash[_everything]:
+        config.option.markexpr = ""
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _skip_gpu_tests_without_gpu(items)
-    if not re.search(r"\bfull\b", config.option.markexpr):
+    if not config.stash[_everything] and not re.search(r"\bfull\b", config.option.markexpr):
         _deselect_full(config, items)
 
 

@@ -65,10 +65,10 @@ struct CastShape {
 
 // A tile is kRows rows by kLanes 16-byte vectors.
 struct TileShape {
-  static constexpr int kThreads = 256;
+  static constexpr int kThreads = 512;
   static constexpr int kRows = 128;
   static constexpr int kLanes = 16;
-  static constexpr int kBlocksPerSM = 4;
+  static constexpr int kBlocksPerSM = 2;
 };
 
 }  // namespace fp8

@@ -129,7 +129,7 @@ inline std::tuple<Tensor, Tensor> scale_cpu(const Tensor& amax, std::int64_t fp8
   const float value = cpu::scale_from_amax(*static_cast<const float*>(amax.const_data_ptr()), s.fp8_max,
                                            s.pow2, s.eps, kLimit);
   *static_cast<float*>(scale.mutable_data_ptr()) = value;
-  *static_cast<float*>(scale_inv.mutable_data_ptr()) = 1.0f / value;
+  *static_cast<float*>(scale_inv.mutable_data_ptr()) = cpu::scale_inverse(value);
   return {scale, scale_inv};
 }
 
@@ -144,7 +144,7 @@ inline void quantize_on_cpu(const Tensor& x, int dtype, const Scaling& s, const 
   const void* from = values.const_data_ptr();
   const float largest = amax ? *pointer_to<const float>(amax) : cpu::fp8_amax(from, in, x.numel());
   const float scale = cpu::scale_from_amax(largest, s.fp8_max, s.pow2, s.eps, kLimit);
-  *out.scale_inv = 1.0f / scale;
+  *out.scale_inv = cpu::scale_inverse(scale);
   const Matrix m = matrix_of(x);
   if (out.row || out.col) cpu::fp8_cast(from, in, m.rows, m.cols, scale, s.fp8, out.row, out.col);
 }
