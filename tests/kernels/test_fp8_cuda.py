@@ -5,10 +5,10 @@ import subprocess
 import sys
 
 import pytest
-import tejit
 import torch
-from tejit.kernels import fp8
 
+import tejit
+from tejit.kernels import fp8
 from tests.common import assert_bitwise_equal, provoking
 
 pytestmark = pytest.mark.gpu
