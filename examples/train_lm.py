@@ -132,7 +132,7 @@ def make_deterministic() -> None:
 
 
 def introduction(size: Size, steps: int, text: Text, device: torch.device) -> str:
-    shape, threads = size.shape, f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
+    shape, threads = size.shape, f", threads: {torch.get_num_threads()}" if device.type == "cpu" else ""
     parameters = parameter_count(shape)
     return (
         f"text: {text.files} files, {len(text.train) / 1e6:.1f} MB to train on, "

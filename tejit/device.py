@@ -9,6 +9,7 @@ import torch
 from tejit import compat
 
 
+# Each function of a device is a constant to a compiled region: torch 2.11 cannot even compare two tuples there.
 @compat.constant_result
 def cuda_capability(device: torch.device) -> tuple[int, int] | None:
     """Compute capability (major, minor) of a CUDA device; None where it cannot be asked.
@@ -31,6 +32,7 @@ def _capability_of_index(index: int | None) -> tuple[int, int] | None:
         return None  # an index beyond the devices of this machine
 
 
+@compat.constant_result
 def fp8_gemm_takes_every_layout(device: torch.device) -> bool:
     """Whether the FP8 GEMM of ``device`` reads either operand transposed as well.
 

@@ -6,8 +6,7 @@
 #include <dlfcn.h>
 
 #include <condition_variable>
-#include <fstream>
-#include <iterator>
+#include <cstdio>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -65,12 +64,20 @@ class Part {
       if (find_ == nullptr) refuse(why ? why : "it does not export tejit_part_kernel");
       return;
     }
-    std::ifstream file(path_, std::ios::binary);
-    image_.assign(std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>());
-    if (!file || image_.empty()) return refuse("it cannot be read, or is empty");
+    if (!read_image()) return refuse("it cannot be read, or is empty");
     const int result =
         driver::functions().library_load(&library_, image_.data(), nullptr, nullptr, 0, nullptr, nullptr, 0);
     if (result != 0) refuse(driver::describe(result));
+  }
+
+  bool read_image() {
+    std::FILE* file = std::fopen(path_.c_str(), "rb");
+    if (file == nullptr) return false;
+    char chunk[1 << 16];
+    while (const std::size_t count = std::fread(chunk, 1, sizeof chunk, file)) image_.append(chunk, count);
+    const bool whole = std::ferror(file) == 0;
+    std::fclose(file);
+    return whole && !image_.empty();
   }
 
   void refuse(const std::string& why) {

@@ -43,8 +43,8 @@ class Size:
 
 
 SIZES = {
-    "tiny": Size(Shape(layers=2, width=64, heads=2, context=64), 16, 300, 8e-3, 20),
-    "small": Size(Shape(layers=4, width=128, heads=4, context=128), 16, 450, 5e-3, 20),
+    "tiny": Size(Shape(layers=2, width=64, heads=2, context=64), 16, 300, 4e-3, 20),
+    "small": Size(Shape(layers=4, width=128, heads=4, context=128), 16, 300, 2e-3, 40),
     "large": Size(Shape(layers=12, width=1024, heads=16, context=1024), 32, 600, 6e-4, 60),
 }
 

@@ -1,6 +1,6 @@
 """FP8 current scaling on the CPU against a copy of the same tensor and against torch.compile.
 
-    python tests/benchmarks/cpu_fp8_current.py [--threads 2] [--out results.json]
+    python -m tests.benchmarks.cpu_fp8_current [--threads 2] [--out results.json]
 
 Times, interleaved in one process: `y.copy_(x)` into memory that exists, the op
 `torch.ops.tejit.fp8_quantize_current` with the bytes in x's order and with both orders, and torch.compile of

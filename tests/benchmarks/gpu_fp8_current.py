@@ -11,9 +11,9 @@ from __future__ import annotations
 import argparse
 import pathlib
 
-import tejit  # noqa: F401 - registers the ops
 import torch
 
+import tejit  # noqa: F401 - registers the ops
 from tests.benchmarks.measure import replay_medians, write
 
 #: What a run is held to: time over floor.

@@ -10,10 +10,10 @@ from __future__ import annotations
 import argparse
 import pathlib
 
-import tejit
 import torch
 from torch import nn
 
+import tejit
 from tests.benchmarks.measure import event_medians, write
 
 

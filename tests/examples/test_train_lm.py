@@ -15,8 +15,14 @@ import numpy as np
 import pytest
 import torch
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
 RECIPES = ("none", "current")
+
+
+def environment() -> dict[str, str]:
+    """The script imports the tejit of these tests, installed or not."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
 
 
 def run_script(folder: Path, *arguments: str, status: int = 0) -> str:
@@ -24,7 +30,7 @@ def run_script(folder: Path, *arguments: str, status: int = 0) -> str:
     result = subprocess.run(
         [sys.executable, str(EXAMPLES / "train_lm.py"), "--device", "cpu", *arguments],
         cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=environment() | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
     )
@@ -233,7 +239,11 @@ def test_default_run_meets_its_bars(tmp_path: Path) -> None:
     """On two cores within four minutes, far below the unigram entropy, FP8 within 2 % of bf16."""
     started = time.perf_counter()
     result = subprocess.run(
-        [sys.executable, str(EXAMPLES / "train_lm.py")], cwd=tmp_path, capture_output=True, text=True
+        [sys.executable, str(EXAMPLES / "train_lm.py")],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
     )
     seconds = time.perf_counter() - started
     assert result.returncode == 0, result.stderr

@@ -21,14 +21,22 @@ def amax(x: Tensor) -> Tensor:
     return torch.where(x == x, magnitude, torch.zeros_like(magnitude)).amax().to(torch.float32).reshape(1)
 
 
+def divide(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """The correctly rounded float32 quotient, elementwise, whatever compiles it.
+
+    ``number / tensor`` in torch multiplies by the reciprocal, and Triton divides float32 approximately; both
+    are off by an ulp at times. A float64 quotient of float32 values rounds to the right float32.
+    """
+    return torch.div(numerator.to(torch.float64), denominator.to(torch.float64)).to(torch.float32)
+
+
 def scale_from_amax(amax: Tensor, fp8_max: float, pow2: bool, eps: float, limit: float) -> Tensor:
     """The multiplier of ``x``: about ``fp8_max / amax``; float32, elementwise over ``amax``.
 
     ``limit`` replaces a quotient that overflows (FLT_MAX for per-tensor scaling).
     """
     amax = torch.where(amax < eps, torch.full_like(amax, eps), amax)
-    # A tensor over a tensor: `number / tensor` in torch multiplies by the reciprocal, off by an ulp.
-    quotient = torch.div(torch.full_like(amax, fp8_max), amax)
+    quotient = divide(torch.full_like(amax, fp8_max), amax)
     quotient = torch.where(torch.isinf(quotient), torch.full_like(quotient, limit), quotient)
     if pow2:
         quotient = (quotient.view(torch.int32) & _EXPONENT_MASK).view(torch.float32)
@@ -38,7 +46,7 @@ def scale_from_amax(amax: Tensor, fp8_max: float, pow2: bool, eps: float, limit:
 
 def scale(amax: Tensor, fp8: int, pow2: bool, eps: float) -> tuple[Tensor, Tensor]:
     multiplier = scale_from_amax(amax.reshape(1), FP8_ELEMENTS[fp8].max, pow2, eps, FLT_MAX)
-    return multiplier, torch.div(torch.ones_like(multiplier), multiplier)
+    return multiplier, divide(torch.ones_like(multiplier), multiplier)
 
 
 def cast(x: Tensor, multiplier: Tensor, fp8: int) -> Tensor:

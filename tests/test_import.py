@@ -1,0 +1,103 @@
+"""`import tejit`: how long it takes, and what it does on a machine without tools."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def python(code: str, **changes: str | None) -> subprocess.CompletedProcess[str]:
+    """Run code in a fresh interpreter that writes .pyc files; a change to None removes a variable."""
+    env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "", **{k: v for k, v in changes.items() if v is not None}}
+    for name in (name for name, value in changes.items() if value is None):
+        env.pop(name, None)
+    return subprocess.run(
+        [sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True, check=True, timeout=300
+    )
+
+
+TIMED = """
+import time, torch
+begin = time.perf_counter()
+import tejit
+end = time.perf_counter()
+assert tejit.jit.is_loaded(), tejit.jit.host_error()
+print(1e3 * (end - begin))
+"""
+
+
+@pytest.mark.perf
+def test_a_warm_import_takes_less_than_50_ms_after_torch(need_kernels) -> None:
+    need_kernels("cpu")
+    python(TIMED)  # writes the .pyc files
+    times = [float(python(TIMED).stdout) for _ in range(9)]
+    assert statistics.median(times) < 50, times
+
+
+USED = """
+import warnings
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import torch, tejit
+ours = [str(w.message) for w in caught if "tejit" in str(w.message) or "kernel" in str(w.message)]
+assert len(ours) == 1, ours
+assert not tejit.jit.is_loaded()
+layer = tejit.Linear(64, 64)
+x = torch.randn(8, 64, requires_grad=True)
+with tejit.autocast():
+    layer(x).sum().backward()
+assert x.grad.isfinite().all() and layer.weight.grad.isfinite().all()
+try:
+    with tejit.backend("kernels"):
+        tejit.Float8CurrentScalingQuantizer()(x)
+except tejit.TejitError as error:
+    print(ours[0])
+    print(error)
+"""
+
+
+@pytest.mark.jit
+def test_without_a_compiler_one_warning_is_said_and_the_reference_computes(tmp_path) -> None:
+    done = python(
+        USED,
+        PATH=str(tmp_path),
+        TEJIT_CACHE_DIR=str(tmp_path / "cache"),
+        TEJIT_COMPILE=None,
+        CXX=None,
+        CUDA_HOME=None,
+        CUDA_PATH=None,
+        CUDA_VISIBLE_DEVICES="",
+    )
+    assert "g++" in done.stdout
+    assert done.stderr == ""
+
+
+def test_the_torch_backend_builds_and_loads_nothing(tmp_path) -> None:
+    code = "import tejit; print(tejit.jit.is_loaded())"
+    done = python(code, TEJIT_BACKEND="torch", TEJIT_CACHE_DIR=str(tmp_path / "cache"))
+    assert done.stdout.strip() == "False"
+    assert done.stderr == ""
+    assert not (tmp_path / "cache").exists()
+
+
+def test_an_unknown_backend_is_an_error_that_names_it() -> None:
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        python("import tejit", TEJIT_BACKEND="cuda")
+    assert "ValueError" in caught.value.stderr
+    assert "'cuda'" in caught.value.stderr
+    assert "auto" in caught.value.stderr
+
+
+def test_public_names_are_there() -> None:
+    import tejit
+
+    assert tejit.__version__
+    for name in tejit.__all__:
+        assert hasattr(tejit, name), name
