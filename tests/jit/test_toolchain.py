@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from .conftest import Quick, entries, fork, load_here, script
 
 pytestmark = pytest.mark.jit
 CUDA = torch.version.cuda
+GXX_TOOLS = {tool: shutil.which(tool) for tool in ("g++", "as", "ld", "sh")}
 needs_cuda_build = pytest.mark.skipif(CUDA is None, reason="needs a CUDA build of torch")
 
 
@@ -300,9 +302,9 @@ def test_the_gpus_are_asked_once_and_remembered(quick: Quick, cache_dir: Path, t
 def test_without_nvcc_nvrtc_builds_the_architecture_part(
     sources: Path, cache_dir: Path, tmp: Path, nothing: Path
 ) -> None:
-    (nothing / "g++").symlink_to("/usr/bin/g++")
-    for tool in ("as", "ld", "sh"):
-        (nothing / tool).symlink_to(f"/usr/bin/{tool}")
+    for tool, path in GXX_TOOLS.items():
+        assert path is not None, f"no {tool} on PATH"
+        (nothing / tool).symlink_to(path)
     done = fork(states, str(sources), env={"TEJIT_ARCH": "90a"})
     answer, parts, paths = done.value
     assert answer == 42, done.err
