@@ -82,3 +82,13 @@ def _device_was_chosen() -> bool:
     if getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None) is not None:
         return True
     return any(isinstance(mode, DeviceContext) for mode in torch.overrides._get_current_function_mode_stack())
+
+
+def autocast_enabled(kind: str) -> bool:
+    """Whether ``torch.autocast`` is on for devices of a kind; False for kinds it does not know (meta)."""
+    return kind != "meta" and torch.is_autocast_enabled(kind)
+
+
+def in_backward() -> bool:
+    """Whether this thread runs inside a backward pass: there a forward is a recomputation."""
+    return torch._C._current_graph_task_id() != -1

@@ -110,12 +110,11 @@ def to_tensor_spec(tensor: Any) -> TensorSpec:
     if isinstance(tensor, QuantizedTensorStorage):
         if tensor._quantizer is None:
             raise TypeError(f"this {type(tensor).__name__} does not know its quantizer; it has no spec")
-        usages = tensor.get_usages()
-        quantizer = tensor._quantizer.replace(
-            rowwise_usage=usages["rowwise"],
-            columnwise_usage=usages["columnwise"],
-            internal=not isinstance(tensor, Tensor),
-        )
+        quantizer, bare = tensor._quantizer, not isinstance(tensor, Tensor)
+        rowwise, columnwise = quantizer.usages_of(tensor)
+        known = (quantizer.rowwise_usage, quantizer.columnwise_usage, quantizer.internal)
+        if known != (rowwise, columnwise, bare):  # where it fits, torch 2.11 traces this too
+            quantizer = quantizer.replace(rowwise_usage=rowwise, columnwise_usage=columnwise, internal=bare)
         requires_grad = isinstance(tensor, Tensor) and tensor.requires_grad
         return TensorSpec(tuple(tensor.shape), tensor._dtype, quantizer, requires_grad, tensor.device)
     if isinstance(tensor, Tensor):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copyreg
 import enum
+import functools
 import importlib
 import inspect
+import pickle
 import types
 import typing
 from typing import Any, TypeVar
@@ -37,7 +40,7 @@ def register_value_opaque_quantizer(cls: Q) -> Q:
         raise TypeError(f"{cls!r} is not a subclass of tejit.Quantizer")
     if is_value_opaque_quantizer(cls):
         return cls
-    fields = _annotated_fields(cls)
+    fields = _checked_fields(cls)
     methods = {
         name
         for klass in cls.__mro__
@@ -54,7 +57,7 @@ def register_value_opaque_quantizer(cls: Q) -> Q:
         setattr(cls, name, method)
     cls._value_fields = fields
     _registered[cls.__module__, cls.__qualname__] = cls
-    compat.register_constant_class(cls, fields=fields, methods=sorted(methods))
+    compat.register_constant_class(cls, fields=(*fields, "_fields"), methods=sorted(methods))
     allow(cls)
     return cls
 
@@ -65,18 +68,23 @@ def is_value_opaque_quantizer(cls_or_quantizer: Any) -> bool:
     return cls.__dict__.get("_value_fields") is not None
 
 
-def _annotated_fields(cls: type[Quantizer]) -> tuple[str, ...]:
-    fields: dict[str, None] = {}
+@functools.cache
+def _field_types(cls: type[Quantizer]) -> dict[str, tuple[Any, ...]]:
+    """``{field: the types its annotation allows}``, base classes first."""
+    types_of: dict[str, tuple[Any, ...]] = {}
     for klass in reversed(cls.__mro__):
-        if not issubclass(klass, Quantizer):
-            continue
-        for name, hint in inspect.get_annotations(klass, eval_str=True).items():
-            if name.startswith("_"):
-                continue
-            for option in _options(hint):
-                _check_type(cls, name, option)
-            fields[name] = None
-    return tuple(fields)
+        if issubclass(klass, Quantizer):
+            for name, hint in inspect.get_annotations(klass, eval_str=True).items():
+                if not name.startswith("_"):
+                    types_of[name] = _options(hint)
+    return types_of
+
+
+def _checked_fields(cls: type[Quantizer]) -> tuple[str, ...]:
+    for name, options in _field_types(cls).items():
+        for option in options:
+            _check_type(cls, name, option)
+    return cls._fields
 
 
 def _options(hint: Any) -> tuple[Any, ...]:
@@ -115,8 +123,7 @@ def _encode_value(cls: type, name: str, value: Any) -> tuple[str, Any]:
     if value is None:
         return "none", ""
     if isinstance(value, enum.Enum):
-        kind = type(value)
-        return "enum", (kind.__module__, kind.__qualname__, value.name)
+        return "enum", value.name
     if isinstance(value, bool):
         return "bool", str(value)
     if isinstance(value, int):
@@ -135,16 +142,18 @@ def _encode_value(cls: type, name: str, value: Any) -> tuple[str, Any]:
     )
 
 
-def _decode_value(kind: str, text: Any) -> Any:
+def _decode_value(cls: type[Quantizer], field: str, kind: str, text: Any) -> Any:
     if kind == "none":
         return None
     if kind == "enum":
-        module, qualname, name = text
-        return _look_up(module, qualname)[name]
+        return next(option for option in _field_types(cls)[field] if isinstance(option, enum.EnumMeta))[text]
     if kind == "dtype":
-        return getattr(torch, text)
+        dtype = getattr(torch, text)
+        if not isinstance(dtype, torch.dtype):
+            raise pickle.UnpicklingError(f"torch.{text} is no dtype")
+        return dtype
     if kind == "quantizer":
-        return rebuild_quantizer(text)
+        return load_quantizer(text)
     if kind == "float":
         return float.fromhex(text)
     if kind == "bool":
@@ -152,22 +161,33 @@ def _decode_value(kind: str, text: Any) -> Any:
     return int(text) if kind == "int" else text
 
 
-def _look_up(module: str, qualname: str) -> Any:
-    found: Any = importlib.import_module(module)
-    for part in qualname.split("."):
-        found = getattr(found, part)
-    return found
-
-
 def rebuild_quantizer(encoded: tuple[Any, ...]) -> Quantizer:
-    """Inverse of :func:`encode`; derived state is rebuilt by the constructor."""
-    module, qualname, fields = encoded
+    """Inverse of :func:`encode` for compiled graphs: imports the class's module where that was not done yet."""
+    module, qualname, _ = encoded
     if (module, qualname) not in _registered:
         importlib.import_module(module)
-    cls = _registered.get((module, qualname)) or _look_up(module, qualname)
-    blank = cls.__new__(cls)
-    values = {name: _decode_value(kind, text) for name, kind, text in fields}
-    return Quantizer._from_fields(blank, values)
+    return load_quantizer(encoded)
+
+
+def load_quantizer(encoded: tuple[Any, ...]) -> Quantizer:
+    """Inverse of :func:`encode` for pickles, which may come from anywhere: it imports nothing and makes nothing
+    but registered quantizers from their own fields. Derived state is rebuilt by the constructor.
+
+    Raises ``pickle.UnpicklingError`` for a class that is not registered in this process, or another field.
+    """
+    module, qualname, fields = encoded
+    cls = _registered.get((module, qualname))
+    if cls is None:
+        raise pickle.UnpicklingError(
+            f"{module}.{qualname} is no registered quantizer; import the module that registers it"
+            " (tejit.dynamo.register_value_opaque_quantizer) first"
+        )
+    values = {}
+    for name, kind, text in fields:
+        if name not in (cls._value_fields or ()):
+            raise pickle.UnpicklingError(f"{module}.{qualname} has no field {name!r}")
+        values[name] = _decode_value(cls, name, kind, text)
+    return Quantizer._from_fields(cls.__new__(cls), values)
 
 
 # -- the methods a registered class gets ------------------------------------------------------------------------
@@ -199,7 +219,9 @@ def _fx_repr(self: Quantizer) -> tuple[str, dict[str, Any]]:
 
 
 def _reduce(self: Quantizer) -> tuple[Any, ...]:
-    return rebuild_quantizer, (_key(self),)
+    if not is_value_opaque_quantizer(self):  # a subclass that was not registered itself: an ordinary object
+        return copyreg.__newobj__, (type(self),), self.__dict__  # type: ignore[attr-defined]
+    return load_quantizer, (_key(self),)
 
 
-allow(rebuild_quantizer)
+allow(load_quantizer)

@@ -5,6 +5,8 @@ Buffers: ``_data`` (uint8, the logical shape), ``_transpose`` (uint8, last dimen
 both directions; on all others columnwise use needs the transposed copy.
 """
 
+import math
+import pickle
 from typing import Annotated, Any
 
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from tejit.device import fp8_gemm_takes_every_layout, resolve_device
 from tejit.dynamo import register_value_opaque_quantizer
-from tejit.format_info import FP8_TENSOR, fp8_element
+from tejit.format_info import FLT_MAX, FP8_TENSOR, fp8_element
 from tejit.kernels import fp8
 from tejit.kernels.gemm import Operand
 from tejit.tensor import InnerTensor, QuantizedTensor, QuantizedTensorStorage, Quantizer
@@ -34,7 +36,8 @@ class Float8CurrentScalingQuantizer(Quantizer):
         internal: make bare storages instead of tensors.
         optimize_for_gemm: accepted as in every format; per-tensor scales have one layout only.
 
-    Raises ``TypeError`` for another ``fp8_dtype``, ``ValueError`` for a negative or NaN ``amax_epsilon``.
+    Raises ``TypeError`` for another ``fp8_dtype`` or a flag that is no bool, ``ValueError`` for an
+    ``amax_epsilon`` that is negative, NaN or beyond float32.
     """
 
     fp8_dtype: torch.dtype
@@ -54,16 +57,12 @@ class Float8CurrentScalingQuantizer(Quantizer):
     ) -> None:
         super().__init__(rowwise=rowwise, columnwise=columnwise, internal=internal, optimize_for_gemm=optimize_for_gemm)
         fp8_element(fp8_dtype)
-        if not amax_epsilon >= 0.0:
-            raise ValueError(f"amax_epsilon is {amax_epsilon!r}; it must be 0 or more")
-        self._init_fields(fp8_dtype=fp8_dtype, force_pow_2_scales=force_pow_2_scales, amax_epsilon=float(amax_epsilon))
-
-    def _constructor_arguments(self) -> dict[str, Any]:
-        arguments = super()._constructor_arguments()
-        arguments["fp8_dtype"] = self.fp8_dtype
-        arguments["force_pow_2_scales"] = self.force_pow_2_scales
-        arguments["amax_epsilon"] = self.amax_epsilon
-        return arguments
+        if isinstance(amax_epsilon, bool) or not isinstance(amax_epsilon, (int, float)):
+            raise TypeError(f"amax_epsilon is {amax_epsilon!r}; it must be a number")
+        if not 0.0 <= amax_epsilon <= FLT_MAX:
+            raise ValueError(f"amax_epsilon is {amax_epsilon!r}; it must be 0 or more, and a finite float32")
+        self._init_flags(force_pow_2_scales=force_pow_2_scales)
+        self._init_fields(fp8_dtype=fp8_dtype, amax_epsilon=float(amax_epsilon))
 
     def inner_tensor_specs(
         self, shape: tuple[int, ...], device: torch.device | str | None = None
@@ -146,6 +145,10 @@ class Float8CurrentScalingQuantizer(Quantizer):
         codes, transposed, scale_inv = fp8.make_empty(shape, data, transpose, device, pin_memory)
         return codes if data else None, transposed if transpose else None, scale_inv
 
+    def usages_of(self, storage: Any) -> tuple[bool, bool]:
+        """``(rowwise, columnwise)``: what the buffers of a storage or tensor can serve; traceable."""
+        return _usages(storage)
+
     def rowwise_operand(self, inner: Inner) -> Operand:
         """The ``(M, K)`` operand."""
         data, _, scale_inv = inner
@@ -155,7 +158,7 @@ class Float8CurrentScalingQuantizer(Quantizer):
         """The ``(K, M)`` operand: the transposed bytes, or the bytes read transposed where the GEMM can."""
         data, transpose, scale_inv = inner
         if transpose is not None:
-            codes = transpose.reshape(transpose.shape[0], -1)
+            codes = transpose.reshape(transpose.shape[0], math.prod(transpose.shape[1:]))
         else:
             codes = _matrix(data).t()
         return Operand(codes, scale_inv, fp8_element(self.fp8_dtype).code)
@@ -167,7 +170,13 @@ class Float8CurrentScalingQuantizer(Quantizer):
 
 
 def _matrix(codes: Tensor) -> Tensor:
-    return codes.reshape(-1, codes.shape[-1])
+    return codes if codes.dim() == 2 else codes.reshape(math.prod(codes.shape[:-1]), codes.shape[-1])
+
+
+def _usages(storage: Any) -> tuple[bool, bool]:
+    rowwise = storage._data is not None
+    columnwise = storage._transpose is not None or (rowwise and fp8_gemm_takes_every_layout(storage._data.device))
+    return rowwise, columnwise
 
 
 class Float8TensorStorage(QuantizedTensorStorage):
@@ -186,6 +195,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
     _transpose: Annotated[Tensor | None, InnerTensor("data_transpose")]
     _scale_inv: Annotated[Tensor | None, InnerTensor("fp8_scale_inv")]
     _OTHER_KEYWORDS = ("fp8_dtype", "quantizer", "fake_dtype")
+    _STATE = (*QuantizedTensorStorage._STATE, "_fp8_dtype")
 
     _fp8_dtype: torch.dtype
 
@@ -231,18 +241,35 @@ class Float8TensorStorage(QuantizedTensorStorage):
 
     def _dequantize(self, dtype: torch.dtype) -> Tensor:
         code = fp8_element(self._fp8_dtype).code
-        if self._data is not None:
-            return fp8.dequantize(self._data, self._scale_inv, code, dtype)
-        assert self._transpose is not None  # _require_data
-        values = fp8.dequantize(self._transpose, self._scale_inv, code, dtype)
-        return values.movedim(0, -1).contiguous() if values.dim() > 1 else values
+        return fp8.dequantize(self._rowwise_bytes().contiguous(), self._scale_inv, code, dtype)
 
     def get_usages(self) -> dict[str, bool]:
         """``{"rowwise": bool, "columnwise": bool}``: what the buffers can serve."""
-        columnwise = self._transpose is not None or (
-            self._data is not None and fp8_gemm_takes_every_layout(self._data.device)
-        )
-        return {"rowwise": self._data is not None, "columnwise": columnwise}
+        rowwise, columnwise = _usages(self)
+        return {"rowwise": rowwise, "columnwise": columnwise}
+
+    def _rowwise_bytes(self) -> Tensor:
+        if self._data is not None:
+            return self._data
+        assert self._transpose is not None  # _require_data
+        return self._transpose.movedim(0, -1) if self._transpose.dim() > 1 else self._transpose
+
+    def _transposed_bytes(self) -> Tensor:
+        return self._transpose if self._transpose is not None else fp8.reference.transpose_bytes(self._rowwise_bytes())
+
+    def _check_buffers(self) -> None:
+        wanted = {
+            "_data": (tuple(self.shape), torch.uint8),
+            "_transpose": (fp8.transposed_shape(tuple(self.shape)), torch.uint8),
+            "_scale_inv": ((1,), FP8_TENSOR.scale_dtype),
+        }
+        for name, (shape, dtype) in wanted.items():
+            buffer = getattr(self, name)
+            if buffer is not None and (tuple(buffer.shape) != shape or buffer.dtype != dtype):
+                raise pickle.UnpicklingError(
+                    f"{name} is {buffer.dtype} of shape {tuple(buffer.shape)}; a {type(self).__name__} of shape"
+                    f" {tuple(self.shape)} has {dtype} of shape {shape}"
+                )
 
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
         """Drop a direction, or make the transposed bytes from the others. None leaves a direction alone.
@@ -262,13 +289,17 @@ class Float8TensorStorage(QuantizedTensorStorage):
             )
         if self._data is not None and fp8_gemm_takes_every_layout(self._data.device):
             return  # one copy of the bytes serves both directions
-        if columnwise and self._transpose is None:
-            assert self._data is not None
-            self._transpose = fp8.reference.transpose_bytes(self._data)
-        if not columnwise:
+        if (rowwise, columnwise) == (now["rowwise"], now["columnwise"]):
+            return
+        # The buffers may be shared with another tensor (a Parameter made from this one, a detached alias), which
+        # keeps its directions. A later write here would leave its other bytes behind: so share no more.
+        data, kept = self._data, self._transpose
+        if columnwise:
+            self._transpose = self._transposed_bytes() if kept is None else kept.clone()
+        else:
             self._transpose = None
-        if not rowwise:
-            self._data = None
+        self._data = data.clone() if rowwise and data is not None else None
+        self._scale_inv = None if self._scale_inv is None else self._scale_inv.clone()
 
 
 class Float8Tensor(QuantizedTensor, Float8TensorStorage):
@@ -316,10 +347,6 @@ class Float8Tensor(QuantizedTensor, Float8TensorStorage):
     ) -> None:
         self._fill(data, data_transpose, fp8_scale_inv, fp8_dtype, quantizer, dtype)
 
-    @classmethod
-    def _own_state(cls) -> tuple[str, ...]:
-        return (*super()._own_state(), "_fp8_dtype")
-
     def _view(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._data is None:
             return NotImplemented
@@ -355,12 +382,14 @@ class Float8Tensor(QuantizedTensor, Float8TensorStorage):
     def _copy_buffers(self, source: Any) -> bool:
         if not isinstance(source, Float8Tensor) or source._fp8_dtype != self._fp8_dtype:
             return False
-        pairs = list(zip(self._inner(), source._inner(), strict=True))
-        if source.shape != self.shape or any(mine is not None and theirs is None for mine, theirs in pairs):
+        if source.shape != self.shape or not any(source.get_usages().values()):
             return False
-        for mine, theirs in pairs:
-            if mine is not None:
-                mine.copy_(theirs)
+        if self._data is not None:
+            self._data.copy_(source._rowwise_bytes())
+        if self._transpose is not None:
+            self._transpose.copy_(source._transposed_bytes())
+        assert self._scale_inv is not None  # it is always there where bytes are
+        self._scale_inv.copy_(source._scale_inv)
         return True
 
 
@@ -376,5 +405,4 @@ def _swaps_matrix(func: Any, args: tuple[Any, ...], ndim: int) -> bool:
 
 
 register_value_opaque_quantizer(Float8CurrentScalingQuantizer)
-allow(Float8Tensor)
-allow(Float8TensorStorage)
+allow(Float8Tensor, Float8TensorStorage)

@@ -31,6 +31,7 @@ DEFAULT = (
 class _State(threading.local):
     def __init__(self) -> None:  # once a thread; torch 2.11 reads a class attribute past the thread's own value
         self.name = DEFAULT
+        self.outer: list[str] = []  # of the contexts that this thread is in
 
 
 _state = _State()
@@ -41,24 +42,24 @@ class backend:
 
     ``auto`` takes the compiled kernels where they exist and the pure-torch numerics elsewhere;
     ``kernels`` raises where they do not exist; ``torch`` always takes the pure-torch numerics, which
-    ``torch.compile`` can fuse. The bytes are the same.
+    ``torch.compile`` can fuse. The bytes are the same (the pure-torch numerics need subnormal numbers:
+    ``torch.set_flush_denormal`` off).
 
     Raises ``ValueError`` for another name.
     """
 
     def __init__(self, name: str) -> None:
         self.name = _checked(name, "backend")
-        self._previous: list[str] = []
 
     def __enter__(self) -> backend:
-        self._previous.append(_state.name)
+        _state.outer.append(_state.name)
         _state.name = self.name
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _state.name = self._previous.pop()
+        _state.name = _state.outer.pop()
 
 
 def use_ops(where: torch.device) -> bool:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tejit import compat
 from tejit import device as hardware
 from tejit.format_info import E5M2, FP8_ELEMENTS, FP8_GEMM_ALIGNMENT
 from tejit.kernels.rounding import as_rounded
@@ -104,7 +105,7 @@ def _values(operand: Operand, dtype: torch.dtype) -> Tensor:
 
 def _without_autocast(kind: str) -> contextlib.AbstractContextManager[object]:
     """torch.autocast would turn the float32 product of exact codes into a bfloat16 one."""
-    if torch.is_autocast_enabled(kind):
+    if compat.autocast_enabled(kind):
         return torch.autocast(kind, enabled=False)
     return contextlib.nullcontext()
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tejit import compat
 from tejit.format_info import HIGH_PRECISION_DTYPES
 from tejit.nn.linear_function import quantized_linear
-from tejit.recipe import current_recipe
+from tejit.recipe import Recipe, current_recipe
 
 
 class Linear(nn.Linear):
@@ -32,8 +34,14 @@ class Linear(nn.Linear):
 
     Under ``tejit.autocast`` forward raises ``TypeError`` for an input whose dtype differs from the
     weight's (outside of ``torch.autocast``) or is not float32, bfloat16 or float16, and ``ValueError``
-    for an input whose last dimension is not ``in_features``.
+    for an input whose last dimension is not ``in_features`` or whose device is not the weight's. It has a first
+    derivative only. In a checkpointed region it repeats the recipe of its last forward; a compiled module inside
+    an eager checkpoint does not, so call backward inside ``autocast`` there.
     """
+
+    return_bias = False
+    _init_method: Callable[[Tensor], object] | None = None
+    _forward_recipe: Recipe | None = None
 
     def __init__(
         self,
@@ -69,12 +77,24 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """``(..., in_features)`` to ``(..., out_features)``; with ``return_bias`` also the bias."""
         bias = None if self.return_bias else self.bias
-        recipe = current_recipe()
+        recipe = self._recipe()
         if recipe is None:
             out = F.linear(x, self.weight, bias)
         else:
             out = quantized_linear(*self._operands(x, bias), recipe.linear)
         return (out, self.bias) if self.return_bias else out
+
+    def _recipe(self) -> Recipe | None:
+        """The recipe in force; in a recomputation (activation checkpointing) that of the forward which it repeats.
+
+        Backward is usually called outside of ``autocast``, and a checkpointed forward runs again inside it.
+        """
+        if torch.compiler.is_compiling():
+            return current_recipe()
+        if compat.in_backward():
+            return current_recipe() or self._forward_recipe
+        self._forward_recipe = current_recipe()
+        return self._forward_recipe
 
     def _operands(self, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Input, weight and bias in one dtype: AMP's inside ``torch.autocast``, else the one they share."""
@@ -83,11 +103,11 @@ class Linear(nn.Linear):
             raise ValueError(
                 f"the input has shape {tuple(x.shape)}; its last dimension must be in_features = {self.in_features}"
             )
-        kind = x.device.type
-        if torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)
-            x, weight = x.to(dtype), weight.to(dtype)
-            bias = None if bias is None else bias.to(dtype)
+        if x.device != weight.device:
+            raise ValueError(f"the input is on {x.device} and the weight on {weight.device}; move one of them")
+        if compat.autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+            x, weight, bias = _eligible(x, dtype), _eligible(weight, dtype), _eligible(bias, dtype)
         if x.dtype != weight.dtype:
             raise TypeError(
                 f"the input is {x.dtype} and the weight {weight.dtype}; convert one of them, or use torch.autocast"
@@ -95,3 +115,10 @@ class Linear(nn.Linear):
         if x.dtype not in HIGH_PRECISION_DTYPES:
             raise TypeError(f"the input is {x.dtype}; it must be torch.float32, torch.bfloat16 or torch.float16")
         return x, weight, bias
+
+
+def _eligible(tensor: Any, dtype: torch.dtype) -> Any:
+    """What torch.autocast would make of an operand: it leaves float64 and integers alone."""
+    if tensor is None or not tensor.is_floating_point() or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(dtype)

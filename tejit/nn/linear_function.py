@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from tejit.kernels.gemm import gemm
 from tejit.recipe import LinearQuantizers
@@ -26,7 +28,7 @@ def quantized_linear(x: Tensor, weight: Tensor, bias: Tensor | None, quantizers:
     grad = torch.is_grad_enabled()
     needs_dgrad = grad and x.requires_grad
     needs_wgrad = grad and weight.requires_grad
-    flat = x.reshape(-1, x.shape[-1])
+    flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     out = _Linear.apply(flat, weight, bias, quantizers, needs_dgrad, needs_wgrad)
     return out.reshape(*x.shape[:-1], weight.shape[0])
 
@@ -68,6 +70,7 @@ class _Linear(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable  # a second derivative would see the quantized operands as constants and be wrong
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         quantizers: LinearQuantizers = ctx.quantizers
         needs_dgrad, needs_wgrad, has_bias = ctx.needs

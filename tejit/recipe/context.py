@@ -17,6 +17,7 @@ class _State(threading.local):
 
     def __init__(self) -> None:  # once a thread; torch 2.11 reads a class attribute past the thread's own value
         self.recipe: Recipe | None = None
+        self.outer: list[Recipe | None] = []  # of the contexts that this thread is in
 
 
 _state = _State()
@@ -31,28 +32,29 @@ class autocast:
         recipe: how to quantize; None means :func:`default_recipe`.
 
     One instance may be entered again after it was left, and inside itself. Works inside and outside of
-    compiled regions; returning to an earlier recipe recompiles nothing.
+    compiled regions; returning to an earlier recipe recompiles nothing. Make recipes outside of them.
 
-    Raises ``TypeError`` where ``recipe`` is no recipe.
+    Raises ``TypeError`` where ``recipe`` is no recipe or ``enabled`` no bool.
     """
 
     def __init__(self, enabled: bool = True, *, recipe: Recipe | None = None) -> None:
+        if not isinstance(enabled, bool):
+            raise TypeError(f"enabled is {enabled!r}; it must be True or False (a recipe is given as recipe=...)")
         if recipe is not None and not isinstance(recipe, Recipe):
             raise TypeError(
                 f"recipe is {recipe!r}; it must be an instance of a recipe, such as tejit.recipe.Float8CurrentScaling()"
             )
         self._recipe = (default_recipe() if recipe is None else recipe) if enabled else None
-        self._outer: list[Recipe | None] = []
 
     def __enter__(self) -> autocast:
-        self._outer.append(_state.recipe)
+        _state.outer.append(_state.recipe)
         _state.recipe = self._recipe
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _state.recipe = self._outer.pop()
+        _state.recipe = _state.outer.pop()
 
 
 def current_recipe() -> Recipe | None:

@@ -91,7 +91,8 @@ class Float8CurrentScaling(Recipe):
         fast_accum_fprop, fast_accum_dgrad, fast_accum_wgrad: let the tensor cores accumulate that GEMM in
             fewer bits, which is faster.
 
-    Raises ``TypeError`` for a ``fp8_format`` that is no :class:`Format`, and ``ValueError`` for pure E5M2
+    Raises ``TypeError`` for a ``fp8_format`` that is no :class:`Format` or a switch that is no bool, and
+    ``ValueError`` for pure E5M2
     (two E5M2 operands have no GEMM) or a negative ``amax_epsilon``.
     """
 
@@ -107,6 +108,9 @@ class Float8CurrentScaling(Recipe):
     def __post_init__(self) -> None:
         if not isinstance(self.fp8_format, Format):
             raise TypeError(f"fp8_format is {self.fp8_format!r}; it must be a tejit.recipe.Format")
+        for name in ("force_pow_2_scales", "fast_accum_fprop", "fast_accum_dgrad", "fast_accum_wgrad"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} is {getattr(self, name)!r}; it must be True or False")
         if self.fp8_format is Format.E5M2:
             raise ValueError(
                 "fp8_format is E5M2 for both passes, but no tensor core multiplies E5M2 by E5M2;"

@@ -43,6 +43,9 @@ VIEWS = frozenset(
     }
 )
 
+#: Namespaces of collectives: their schemas do not say which arguments they write to.
+_COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_dtensor"})
+
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 _handlers: dict[Any, Handler] = {}
 _announced: set[str] = set()
@@ -181,22 +184,29 @@ def _factory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _copy_into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target, source = args[0], args[1]
     target._require_whole("copy_")
+    target._require_data()
     if not (is_quantized(source) and target._copy_buffers(source)):
-        values = source.dequantize(torch.float32) if is_quantized(source) else source
+        values = source._dequantize(torch.float32) if is_quantized(source) else torch.as_tensor(source)
         if values.dtype not in HIGH_PRECISION_DTYPES:
             values = values.to(target.dtype)
-        target.quantize_(values.expand(target.shape))
+        target._known_quantizer()._write(values.expand(target.shape), target)
     return target
 
 
 # -- everything else ------------------------------------------------------------------------------------------
 def _dequantize_and_run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     written: list[tuple[Any, Tensor]] = []
+    if func.namespace in _COLLECTIVES:
+        raise NotImplementedError(
+            f"{func} got a quantized tensor. Collectives on quantized tensors are not supported; communicate the"
+            " high-precision tensor, or tensor.dequantize()."
+        )
     parameters = func._schema.arguments
     named = {parameter.name: parameter for parameter in parameters}
 
     def opened(value: Any, parameter: Any) -> Any:
         if is_quantized(value):
+            value._require_data()
             writes = parameter.alias_info is not None and parameter.alias_info.is_write
             if writes:
                 value._require_whole(func.__name__)
@@ -210,10 +220,10 @@ def _dequantize_and_run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
     new_args = [opened(value, parameter) for value, parameter in zip(args, parameters, strict=False)]
     new_kwargs = {name: opened(value, named[name]) for name, value in kwargs.items()}
-    _announce(func, args)
+    _announce(func)
     result = func(*new_args, **new_kwargs)
     for target, values in written:
-        target.quantize_(values)
+        target._known_quantizer()._write(values, target)
     return _restore(result, written)
 
 
@@ -227,12 +237,12 @@ def _restore(result: Any, written: list[tuple[Any, Tensor]]) -> Any:
     return result
 
 
-def _announce(func: Any, args: tuple[Any, ...]) -> None:
+def _announce(func: Any) -> None:
     name = str(func)
     if name in _announced or torch.compiler.is_compiling():
         return
     _announced.add(name)
-    warnings.warn(
-        f"tejit: {name} has no form on quantized tensors, so it dequantizes them first (said once per operation)",
-        stacklevel=4,
-    )
+    text = f"tejit: {name} has no form on quantized tensors, so it dequantizes them first (said once per operation)"
+    if any(out.alias_info is not None and not out.alias_info.is_write for out in func._schema.returns):
+        text += "; its result is a copy and no view: writing to it does not reach the quantized tensor"
+    warnings.warn(text, stacklevel=4)

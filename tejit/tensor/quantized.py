@@ -94,8 +94,9 @@ class QuantizedTensor(Tensor, _Mixed):
     def data(self) -> Any:
         """The tensor without its autograd history, over the same buffers.
 
-        Assigning a quantized tensor of the same class and shape takes its buffers over; assigning a plain
-        tensor quantizes it. torch's own setter would leave the inner tensors as they were, silently.
+        Assigning a quantized tensor of the same class, shape, dtype and device takes its buffers over; assigning
+        a plain tensor of that shape quantizes it. torch's own setter would leave the inner tensors as they were,
+        silently. Raises ``ValueError`` where they differ.
         """
         return self.detach()
 
@@ -107,14 +108,16 @@ class QuantizedTensor(Tensor, _Mixed):
                 f" {tuple(self.shape)}"
             )
         if type(value) is not type(self):
-            value = self._known_quantizer().replace(internal=False).quantize(value.detach(), dtype=self._dtype)
+            values = value.detach().to(self.device)
+            value = self._known_quantizer().replace(internal=False).quantize(values, dtype=self._dtype)
+        if value.dtype != self.dtype or value.device != self.device:
+            raise ValueError(
+                f"cannot assign data of {value.dtype} on {value.device} to a {type(self).__name__} of {self.dtype} on"
+                f" {self.device}"
+            )
         for name in value._own_state():
-            setattr(self, name, getattr(value, name))
-
-    @classmethod
-    def _own_state(cls) -> tuple[str, ...]:
-        """Attributes that make up the tensor; everything else in ``__dict__`` was attached from outside."""
-        return (*cls._INNER_TENSORS, "_quantizer", "_dtype", "_shares_scale")
+            if hasattr(value, name):
+                setattr(self, name, getattr(value, name))
 
     @classmethod
     def _construct(
@@ -138,9 +141,6 @@ class QuantizedTensor(Tensor, _Mixed):
         )
 
     # -- what the operations of tejit.tensor.dispatch ask for ------------------------------------------------
-    #: Whether the scale buffer belongs to a larger tensor too, of which this one is a view.
-    _shares_scale: bool = False
-
     def _view(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of a view operation, or ``NotImplemented`` where the format cannot follow it."""
         return NotImplemented
@@ -150,9 +150,10 @@ class QuantizedTensor(Tensor, _Mixed):
         return False
 
     def _alias(self: Self) -> Self:
-        twin = self._like(self._inner())
-        twin._shares_scale = self._shares_scale
-        return twin
+        present, context = self.__tensor_flatten__()
+        return self.__tensor_unflatten__(
+            {name: getattr(self, name) for name in present}, context, self.shape, self.stride()
+        )
 
     def _map(self: Self, function: Callable[[Tensor], Tensor], **changes: Any) -> Self:
         """The tensor over ``function`` of each buffer; ``changes`` replace other constructor keywords."""
@@ -186,6 +187,23 @@ class QuantizedTensor(Tensor, _Mixed):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return serialization.reduce_tensor(self)
+
+    # -- ways around the buffers, on which torch reads memory that a wrapper does not have ---------------------
+    def share_memory_(self: Self) -> Self:
+        """Move the buffers into shared memory, for other processes to use; returns the tensor itself."""
+        for name in self._INNER_TENSORS:
+            buffer = getattr(self, name)
+            if buffer is not None:
+                buffer.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether all buffers are in shared memory."""
+        return all(buffer.is_shared() for buffer in self._inner() if buffer is not None)
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises ``BufferError``: DLPack knows no quantized tensors. Export ``dequantize()`` or a buffer instead."""
+        raise BufferError(f"a {type(self).__name__} cannot be exported; use tensor.dequantize(), or one of its buffers")
 
 
 class _Dequantize(torch.autograd.Function):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
@@ -39,6 +40,9 @@ class Quantizer(metaclass=compat.ValueMeta):
     internal: bool
     optimize_for_gemm: bool
 
+    #: Names of the fields: the annotated attributes of the class and its bases, in order.
+    _fields: tuple[str, ...] = ()
+
     # Filled by registration (floor 4): the names that make up the value; None means identity semantics.
     _value_fields: tuple[str, ...] | None = None
 
@@ -50,16 +54,30 @@ class Quantizer(metaclass=compat.ValueMeta):
         internal: bool = False,
         optimize_for_gemm: bool = False,
     ) -> None:
-        self._init_fields(
+        self._init_flags(
             rowwise_usage=rowwise,
             columnwise_usage=columnwise,
             internal=internal,
             optimize_for_gemm=optimize_for_gemm,
         )
 
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        cls._fields = _field_names(cls)
+
     def _init_fields(self, **fields: Any) -> None:
         for name, value in fields.items():
             object.__setattr__(self, name, value)
+
+    def _init_flags(self, **flags: bool) -> None:
+        """Set fields that are True or False.
+
+        Raises ``TypeError`` for anything else: 1 and True would be two values, and "no" is true.
+        """
+        for name, value in flags.items():
+            if not isinstance(value, bool):
+                raise TypeError(f"{name} is {value!r}; it must be True or False")
+        self._init_fields(**flags)
 
     # -- immutability -------------------------------------------------------------------------------------
     def __setattr__(self, name: str, value: object) -> NoReturn:
@@ -100,13 +118,9 @@ class Quantizer(metaclass=compat.ValueMeta):
         return self._from_fields(arguments)
 
     def _constructor_arguments(self) -> dict[str, Any]:
-        """``{field: value}`` of everything the constructor takes; formats add their own."""
-        return {
-            "rowwise_usage": self.rowwise_usage,
-            "columnwise_usage": self.columnwise_usage,
-            "internal": self.internal,
-            "optimize_for_gemm": self.optimize_for_gemm,
-        }
+        """``{field: value}`` of every field; the constructor takes each under its name (the usages without
+        ``_usage``)."""
+        return {name: getattr(self, name) for name in self._fields}
 
     def _from_fields(self: Self, fields: dict[str, Any]) -> Self:
         """A new quantizer of this class from ``{field: value}``."""
@@ -163,6 +177,10 @@ class Quantizer(metaclass=compat.ValueMeta):
         """``inner`` less what :meth:`columnwise_operand` does not read: what a layer keeps for its backward."""
         raise NotImplementedError(f"{type(self).__name__} does not define columnwise_inner")
 
+    def usages_of(self, storage: Any) -> tuple[bool, bool]:
+        """``(rowwise, columnwise)``: what the buffers of a storage or tensor can serve; traceable."""
+        raise NotImplementedError(f"{type(self).__name__} does not define usages_of")
+
     def is_quantizable(self, x: Tensor) -> bool:
         """Whether ``x`` can be quantized as it is: dtype and, where the format has one, alignment."""
         return x.dtype in HIGH_PRECISION_DTYPES
@@ -193,6 +211,7 @@ class Quantizer(metaclass=compat.ValueMeta):
         Raises:
             TypeError: ``x`` or ``dtype`` has another dtype.
             ValueError: ``noop_flag`` without ``out``, or no direction is wanted.
+            RuntimeError: ``out`` or ``x`` requires grad in grad mode; like torch's, ``out=`` has no derivative.
         """
         if out is not None:
             self.update_quantized(x, out, noop_flag=noop_flag, amax_reduction_group=amax_reduction_group)
@@ -208,7 +227,7 @@ class Quantizer(metaclass=compat.ValueMeta):
         return _Quantize.apply(x, self, nominal, amax_reduction_group)
 
     def __call__(self, x: Tensor, **arguments: Any) -> Any:
-        """The same as :meth:`quantize`."""
+        """The same as :meth:`quantize`, for eager code: TorchDynamo does not trace ``quantizer(x)``."""
         return self.quantize(x, **arguments)
 
     def update_quantized(
@@ -225,26 +244,47 @@ class Quantizer(metaclass=compat.ValueMeta):
 
         Raises:
             TypeError: ``dst`` is of another format, or ``src`` of another dtype.
-            ValueError: the shapes differ, or ``noop_flag`` is not one float32 element.
+            ValueError: the shapes differ, or ``noop_flag`` is not one float32 element on ``dst``'s device.
+            RuntimeError: ``dst`` is a tensor and it or ``src`` requires grad in grad mode (``dst.copy_(src)`` is
+                differentiable; ``torch.no_grad()`` says that no derivative is wanted).
         """
+        if isinstance(dst, Tensor):
+            if torch.is_grad_enabled() and (dst.requires_grad or src.requires_grad):
+                which = "target" if dst.requires_grad else "input"
+                raise RuntimeError(
+                    f"quantizing into a tensor has no derivative, and the {which} requires grad;"
+                    " use torch.no_grad(), or target.copy_(input), which has one"
+                )
+            if not torch.compiler.is_compiling():
+                torch.autograd.graph.increment_version(dst)
+        self._write(src.detach(), dst, noop_flag, amax_reduction_group)
+        return dst
+
+    def _write(
+        self,
+        src: Tensor,
+        dst: QuantizedTensorStorage,
+        noop_flag: Tensor | None = None,
+        amax_reduction_group: Any = None,
+    ) -> None:
         self._check_input(src, None)
         if tuple(src.shape) != tuple(dst.shape):
             raise ValueError(
                 f"cannot quantize a tensor of shape {tuple(src.shape)} into one of shape {tuple(dst.shape)}"
             )
-        if noop_flag is not None and (noop_flag.dtype != torch.float32 or noop_flag.numel() != 1):
+        if noop_flag is not None and (
+            noop_flag.dtype != torch.float32 or noop_flag.numel() != 1 or noop_flag.device != dst.device
+        ):
             raise ValueError(
-                f"noop_flag is {noop_flag.dtype} of shape {tuple(noop_flag.shape)}; it must be float32 with one element"
+                f"noop_flag is {noop_flag.dtype} of shape {tuple(noop_flag.shape)} on {noop_flag.device};"
+                f" it must be float32 with one element on {dst.device}"
             )
         with torch.no_grad():
-            self._quantize_into(src.detach().to(dst.device), dst, noop_flag, amax_reduction_group)
-        return dst
+            self._quantize_into(src.to(dst.device), dst, noop_flag, amax_reduction_group)
 
     def _check_input(self, x: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-        if not (self.rowwise_usage or self.columnwise_usage):
-            raise ValueError(
-                f"{type(self).__name__} has neither rowwise nor columnwise usage; take one with with_usage(...)"
-            )
+        if not isinstance(x, Tensor):
+            raise TypeError(f"cannot quantize a {type(x).__name__}; a torch.Tensor is needed")
         nominal = x.dtype if dtype is None else dtype
         for name, value in (("input", x.dtype), ("dtype", nominal)):
             if value not in HIGH_PRECISION_DTYPES:
@@ -276,6 +316,9 @@ class Quantizer(metaclass=compat.ValueMeta):
         """
         where = hardware.resolve_device(device)
         size = tuple(shape)
+        for index, length in enumerate(size):
+            if not isinstance(length, int) or length < 0:
+                raise ValueError(f"dimension {index} of shape {size} is {length!r}; it must be an int of at least 0")
         metadata = self.create_metadata(size, dtype=dtype, requires_grad=requires_grad)
         inner = self._allocate(size, where, pin_memory)
         held = next((t.device for t in inner if t is not None), where)
@@ -295,17 +338,30 @@ class Quantizer(metaclass=compat.ValueMeta):
         Raises ``TypeError`` for a nominal ``dtype`` other than float32, bfloat16 and float16.
         """
         self._check_nominal(dtype)
+        if not (self.rowwise_usage or self.columnwise_usage):
+            raise ValueError(
+                f"{type(self).__name__} has neither rowwise nor columnwise usage; take one with with_usage(...)"
+            )
         metadata = self.storage_metadata(dtype)
         return {
             "cls": metadata["cls"],
             "is_tensor": not self.internal,
             "requires_grad": requires_grad,
+            "shares_scale": False,
             "nontensor_kwargs": metadata["nontensor_kwargs"],
         }
 
     def _check_nominal(self, dtype: torch.dtype) -> None:
         if dtype not in HIGH_PRECISION_DTYPES:
             raise TypeError(f"nominal dtype is {dtype}; it must be torch.float32, torch.bfloat16 or torch.float16")
+
+
+def _field_names(cls: type) -> tuple[str, ...]:
+    names: dict[str, None] = {}
+    for klass in reversed(cls.__mro__):
+        if issubclass(klass, Quantizer):
+            names.update(dict.fromkeys(name for name in inspect.get_annotations(klass) if not name.startswith("_")))
+    return tuple(names)
 
 
 class _Quantize(torch.autograd.Function):

@@ -27,6 +27,12 @@ class QuantizedTensorStorage:
     #: Constructor keywords that are not tensors.
     _OTHER_KEYWORDS: ClassVar[tuple[str, ...]] = ("quantizer", "fake_dtype")
 
+    #: Attributes beside the buffers that make up the object.
+    _STATE: ClassVar[tuple[str, ...]] = ("_quantizer", "_dtype", "_shares_scale", "_known_shape", "_known_device")
+
+    #: Whether the scale belongs to a larger tensor too, of which this one is a view (set on instances).
+    _shares_scale: bool = False
+
     _quantizer: Quantizer | None
     _dtype: torch.dtype
     _known_shape: torch.Size
@@ -111,6 +117,15 @@ class QuantizedTensorStorage:
 
     def _format_name(self) -> str:
         return type(self).__name__.removesuffix("Storage").removesuffix("Tensor")
+
+    @classmethod
+    def _own_state(cls) -> tuple[str, ...]:
+        """Attributes that make up the object; everything else in ``__dict__`` was attached from outside."""
+        return (*cls._INNER_TENSORS, *cls._STATE)
+
+    def _check_buffers(self) -> None:
+        """Raises ``pickle.UnpicklingError`` where the buffers do not fit the shape; formats say what fits."""
+        raise NotImplementedError(f"{type(self).__name__} does not define _check_buffers")
 
     # -- buffers ------------------------------------------------------------------------------------------
     def _inner(self) -> Inner:
@@ -204,7 +219,10 @@ class QuantizedTensorStorage:
     ) -> Self:
         """Make an instance from all buffers in order (None for an absent one) and a flatten context."""
         buffers = dict(zip(cls._INNER_TENSORS.values(), inner, strict=True))
-        return cls._construct(buffers, metadata["nontensor_kwargs"], shape, device, metadata["requires_grad"], stride)
+        made = cls._construct(buffers, metadata["nontensor_kwargs"], shape, device, metadata["requires_grad"], stride)
+        if metadata["shares_scale"]:
+            made._shares_scale = True
+        return made
 
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
         present = [name for name in self._INNER_TENSORS if getattr(self, name) is not None]
@@ -212,6 +230,7 @@ class QuantizedTensorStorage:
             "cls": type(self),
             "is_tensor": isinstance(self, Tensor),
             "requires_grad": False,
+            "shares_scale": self._shares_scale,
             "nontensor_kwargs": self._nontensor_kwargs(),
         }
         return present, context

@@ -114,6 +114,17 @@ def test_in_a_graph_with_symbolic_sizes(internal) -> None:
     assert counter.frame_count == 1
 
 
+def test_spec_of_a_tensor_inside_a_graph() -> None:
+    t = Float8CurrentScalingQuantizer(columnwise=False)(torch.randn(4, 8))
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def twin(t):
+        return to_tensor_spec(t).create_tensor()
+
+    made = twin(t)
+    assert made.__tensor_flatten__() == t.__tensor_flatten__()
+
+
 def test_inner_tensor_fields_keep_their_place_and_clash_loudly() -> None:
     from typing import Annotated
 

@@ -35,10 +35,6 @@ class Everything(Quantizer):
         self._init_fields(number=number, factor=factor, name=name, mode=mode, kind=kind, child=child)
         self._init_fields(derived=number * 2)  # rebuilt by the constructor, no part of the value
 
-    def _constructor_arguments(self):
-        names = ("number", "factor", "name", "mode", "kind", "child")
-        return {**super()._constructor_arguments(), **{name: getattr(self, name) for name in names}}
-
 
 QUANTIZERS = [
     Float8CurrentScalingQuantizer(),
@@ -147,6 +143,37 @@ def test_a_subclass_must_be_registered_itself() -> None:
     assert not is_value_opaque_quantizer(Sub)
     assert Sub() != Float8CurrentScalingQuantizer()
     assert Sub() != Sub()  # identity semantics until it is registered
+
+
+class Extended(Float8CurrentScalingQuantizer):
+    """Not registered, with a field of its own."""
+
+    level: int
+
+    def __init__(self, *arguments, level=1, **named):
+        super().__init__(*arguments, **named)
+        self._init_fields(level=level)
+
+
+def test_fields_of_a_subclass_survive_every_copy() -> None:
+    @register_value_opaque_quantizer
+    class Registered(Extended):
+        pass
+
+    for cls in (Extended, Registered):
+        quantizer = cls(level=3)
+        assert quantizer.with_usage(columnwise=False).level == 3
+        assert quantizer.replace(internal=True).level == 3
+    assert pickle.loads(pickle.dumps(Extended(level=3))).level == 3
+    assert Registered(level=3) == Registered(level=3) != Registered(level=4)
+
+
+def test_flags_are_bools_and_eps_is_a_float32() -> None:
+    for arguments in ({"rowwise": 1}, {"internal": "no"}, {"force_pow_2_scales": 1}, {"amax_epsilon": "a"}):
+        with pytest.raises(TypeError, match="must be"):
+            Float8CurrentScalingQuantizer(**arguments)
+    with pytest.raises(ValueError, match=r"1e\+39"):
+        Float8CurrentScalingQuantizer(amax_epsilon=1e39)
 
 
 def test_a_process_group_in_the_value_is_an_error_everywhere() -> None:

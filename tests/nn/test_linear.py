@@ -1,5 +1,7 @@
 """Linear against torch.nn.Linear and against its three products written out."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -207,19 +209,77 @@ def test_errors_name_the_value() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_activation_checkpointing_is_bit_equal(reentrant) -> None:
+@pytest.mark.parametrize("inside", [True, False], ids=["autocast in the function", "autocast around the checkpoint"])
+def test_activation_checkpointing_is_bit_equal(inside, reentrant) -> None:
+    """Backward runs outside of autocast, as it usually does; the recomputation repeats the forward's recipe."""
     model = nn.Sequential(tejit.Linear(16, 32), nn.GELU(), tejit.Linear(32, 16))
     x = torch.randn(8, 16, requires_grad=True)
     with tejit.autocast():
-        model(x).pow(2).sum().backward()
+        y = model(x)
+    y.pow(2).sum().backward()
     want = [x.grad.clone()] + [p.grad.clone() for p in model.parameters()]
     x.grad = None
     model.zero_grad()
 
-    def inner(value):
+    def run(value):
         with tejit.autocast():
             return model(value)
 
-    torch.utils.checkpoint.checkpoint(inner, x, use_reentrant=reentrant).pow(2).sum().backward()
+    with tejit.autocast(enabled=not inside):
+        y = torch.utils.checkpoint.checkpoint(run if inside else model, x, use_reentrant=reentrant)
+    y.pow(2).sum().backward()
     for got, expected in zip([x.grad] + [p.grad for p in model.parameters()], want, strict=True):
         assert torch.equal(got, expected)
+    with torch.no_grad():
+        assert torch.equal(model(x), nn.Sequential(*model)(x))  # and plain again afterwards
+
+
+def test_checkpointing_without_autocast_stays_unquantized() -> None:
+    layer = tejit.Linear(16, 16)
+    x = torch.randn(8, 16, requires_grad=True)
+    with tejit.autocast():
+        layer(x)
+    torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=True).sum().backward()
+    got = layer.weight.grad.clone()
+    layer.zero_grad()
+    layer(x).sum().backward()
+    assert torch.equal(got, layer.weight.grad)
+
+
+def test_second_derivatives_are_refused() -> None:
+    layer, head = tejit.Linear(16, 16), tejit.Linear(16, 1)
+    x = torch.randn(4, 16, requires_grad=True)
+    with tejit.autocast():
+        y = head(torch.tanh(layer(x)))
+    (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        g.pow(2).sum().backward()
+
+
+@pytest.mark.parametrize(("i", "o"), [(0, 4), (4, 0)])
+def test_no_features(i, o) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, about initialising nothing
+        layer, plain = tejit.Linear(i, o), nn.Linear(i, o)
+    x = torch.randn(3, i, requires_grad=True)
+    with tejit.autocast():
+        y = layer(x)
+    y.sum().backward()
+    assert y.shape == plain(x).shape
+    assert layer.weight.grad.shape == layer.weight.shape
+
+
+def test_meta_and_mixed_devices() -> None:
+    layer = tejit.Linear(16, 8, device="meta")
+    with tejit.autocast():
+        assert layer(torch.randn(4, 16, device="meta")).shape == (4, 8)
+        with pytest.raises(ValueError, match="input is on cpu and the weight on meta"):
+            layer(torch.randn(4, 16))
+
+
+def test_torch_autocast_leaves_float64_and_integers_alone() -> None:
+    layer = tejit.Linear(8, 8)
+    with torch.autocast("cpu", torch.bfloat16), tejit.autocast():
+        for x in (torch.randn(2, 8, dtype=torch.float64), torch.ones(2, 8, dtype=torch.int64)):
+            with pytest.raises(TypeError, match=f"input is {x.dtype}"):
+                layer(x)

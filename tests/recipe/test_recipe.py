@@ -31,6 +31,10 @@ def test_typos_and_nonsense_are_errors() -> None:
         Float8CurrentScaling(amax_epsilon=-1)
     with pytest.raises(TypeError, match="recipe is 'fp8'"):
         tejit.autocast(recipe="fp8")
+    with pytest.raises(TypeError, match="a recipe is given as recipe="):
+        tejit.autocast(Float8CurrentScaling())
+    with pytest.raises(TypeError, match="fast_accum_fprop is 'no'"):
+        Float8CurrentScaling(fast_accum_fprop="no")
 
 
 def test_every_switch_reaches_every_quantizer() -> None:
@@ -103,3 +107,25 @@ def test_availability_on_the_gpu() -> None:
     native = torch.cuda.get_device_capability() >= (8, 9)
     assert tejit.is_fp8_available() is native
     assert tejit.is_fp8_available(return_reason=True)[1] == "" or not native
+
+
+def test_one_context_in_two_threads_keeps_them_apart() -> None:
+    shared, outer, inner = tejit.autocast(recipe=Float8CurrentScaling()), Float8CurrentScaling(amax_epsilon=0.5), []
+    entered, left = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with shared:
+            entered.set()
+            left.wait(30)
+        inner.append(current_recipe())
+
+    thread = threading.Thread(target=other)
+    with tejit.autocast(recipe=outer):
+        thread.start()
+        assert entered.wait(30)
+        with shared:
+            pass
+        left.set()
+        thread.join()
+        assert current_recipe() is outer
+    assert inner == [None]

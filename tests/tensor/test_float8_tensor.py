@@ -442,6 +442,13 @@ def test_default_device_of_make_empty() -> None:
         assert q.make_empty((3, 4)).device.type == "meta"
     assert q.make_empty((3, 4)).device.type == ("cuda" if torch.cuda.is_available() else "cpu")
     assert q.make_empty((3, 4), device="cpu", requires_grad=True).requires_grad
+    for shape, match in (((2, -1), "dimension 1"), ((2, 1.5), r"is 1\.5")):
+        with pytest.raises(ValueError, match=match):
+            q.make_empty(shape, device="cpu")
+    with pytest.raises(ValueError, match="neither rowwise nor columnwise"):
+        q.with_usage(rowwise=False, columnwise=False).make_empty((2, 2), device="cpu")
+    with pytest.raises(TypeError, match="cannot quantize a list"):
+        q([1.0])
 
 
 @pytest.mark.parametrize("count", [1, 2])
