@@ -14,6 +14,7 @@
 //   the even ones of `odd` pack16(a, b)              lanes of 16 bits to bytes, in order; every lane is < 256
 //   pack32(a, b, c, d)        lanes of 32 bits to bytes, in order; every lane is < 256
 //   load_lanes(p, stride)     16 bytes each from p, p + stride, ... side by side
+//   largest32(v)              the largest of the 32-bit lanes, all >= 0 as signed numbers
 //   zip_lo, zip_hi            interleave the bytes of the lower (upper) halves of each 16-byte part
 #pragma once
 
