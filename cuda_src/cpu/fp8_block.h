@@ -1,8 +1,8 @@
 // FP8 in blocks of 128 on the host: amax, scales and bytes of both directions from one reading of x.
 //
 // The work goes by tiles of 128x128, which stay in the second-level cache between the pass for the maxima and
-// the pass for the bytes. At an edge a tile is completed with zeros first. Rowwise blocks alone need no tiles:
-// they go row by row.
+// the pass for the bytes. At an edge a tile is completed with zeros first. Rowwise blocks alone need no
+// tiles: they go row by row.
 #pragma once
 
 #include <cstdint>
@@ -72,7 +72,8 @@ inline float row_amax(const uint8_t* x) {
   return largest<in>(acc);
 }
 
-// Lines of codes to their place in the output: `lines(r, half)` is 64 bytes, of which those inside are written.
+// Lines of codes to their place in the output: `lines(r, half)` is 64 bytes, of which those inside are
+// written.
 template <class Lines>
 inline void write_lines(uint8_t* to, int64_t pitch, int64_t rows, int64_t columns, bool stream,
                         const Lines& lines) {
@@ -86,9 +87,8 @@ inline void write_lines(uint8_t* to, int64_t pitch, int64_t rows, int64_t column
 
 inline void write_row(const Fp8Blocks& job, uint8_t* codes, Corner here, int64_t rows, int64_t columns,
                       bool stream) {
-  write_lines(job.row + here.m * job.K + here.k, job.K, rows, columns, stream, [&](int64_t r, int half) {
-    return line_of(codes, static_cast<int>(r), half * kLine);
-  });
+  write_lines(job.row + here.m * job.K + here.k, job.K, rows, columns, stream,
+              [&](int64_t r, int half) { return line_of(codes, static_cast<int>(r), half * kLine); });
 }
 
 inline void write_col(const Fp8Blocks& job, uint8_t* codes, Corner here, int64_t rows, int64_t columns,
@@ -98,16 +98,16 @@ inline void write_col(const Fp8Blocks& job, uint8_t* codes, Corner here, int64_t
     for (int b = 0; b < kHalves; ++b)
       transpose_tile(line_of(codes, a * kLine, b * kLine), line_of(turned, b * kLine, a * kLine));
   }
-  write_lines(job.col + here.k * job.M + here.m, job.M, columns, rows, stream, [&](int64_t c, int half) {
-    return line_of(turned, static_cast<int>(c), half * kLine);
-  });
+  write_lines(job.col + here.k * job.M + here.m, job.M, columns, rows, stream,
+              [&](int64_t c, int half) { return line_of(turned, static_cast<int>(c), half * kLine); });
 }
 
 inline void zero(float* from, float* to) {
   while (from < to) *from++ = 0.0f;
 }
 
-// A whole tile of x at `from`, its rows `pitch` bytes apart; `rows` and `columns` of it lie inside the matrix.
+// A whole tile of x at `from`, its rows `pitch` bytes apart; `rows` and `columns` of it lie inside the
+// matrix.
 template <In in>
 struct BlockTile {
   static constexpr int64_t kSize = bytes_of(in);
@@ -219,7 +219,7 @@ TEJIT_NOINLINE inline void block_tiles(const Fp8Blocks& job, bool squares, bool 
     const Corner here = corner_of_block(job, index);
     const int64_t rows = job.M - here.m < kSide ? job.M - here.m : kSide;
     const int64_t columns = job.K - here.k < kSide ? job.K - here.k : kSide;
-    BlockTile<in> tile{job,           static_cast<const uint8_t*>(job.x) + (here.m * job.K + here.k) * size,
+    BlockTile<in> tile{job,          static_cast<const uint8_t*>(job.x) + (here.m * job.K + here.k) * size,
                        job.K * size, here,
                        rows,         columns,
                        stream};

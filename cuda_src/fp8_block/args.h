@@ -7,8 +7,8 @@ namespace fp8_block {
 
 constexpr int kBlock = 128;
 
-// x is rows * cols, contiguous. A direction's two pointers are null where it is not wanted. A row of scales has
-// row_pitch (col_pitch) entries; those behind the last block are written as 0.
+// x is rows * cols, contiguous. A direction's two pointers are null where it is not wanted. A row of scales
+// has row_pitch (col_pitch) entries; those behind the last block are written as 0.
 struct BlockArgs {
   const void* x;
   unsigned char* row;  // rows * cols
@@ -26,12 +26,15 @@ struct BlockArgs {
 
 static_assert(sizeof(BlockArgs) == 88, "host and device compilers must lay it out alike");
 
-// Without a transpose, and with one: threads of a block, and how many blocks a multiprocessor holds.
+// Threads of a block, and how many blocks a multiprocessor holds, by the size of x's elements: a thread holds
+// twice as many registers of float32.
+template <int kBytes>
 struct RowShape {
   static constexpr int kThreads = 512;
-  static constexpr int kBlocksPerSM = 3;
+  static constexpr int kBlocksPerSM = kBytes == 4 ? 2 : 3;
 };
 
+template <int kBytes>
 struct TransposeShape {
   static constexpr int kThreads = 512;
   static constexpr int kBlocksPerSM = 2;

@@ -1,5 +1,5 @@
-// The ops of FP8 in blocks of 128: tejit::fp8_block_quantize, fp8_block_quantize_out, fp8_block_make_empty, each
-// for CPU and CUDA tensors. Schemas and the reference of each are registered from Python.
+// The ops of FP8 in blocks of 128: tejit::fp8_block_quantize, fp8_block_quantize_out, fp8_block_make_empty,
+// each for CPU and CUDA tensors. Schemas and the reference of each are registered from Python.
 #pragma once
 
 #include <limits>
@@ -23,7 +23,8 @@ inline constexpr char kMakeEmptyOp[] = "tejit::fp8_block_make_empty";
 using Four = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 using Shape = std::vector<std::int64_t>;
 
-// The largest finite value of each input dtype, in the order of input_dtype: what an overflowing scale becomes.
+// The largest finite value of each input dtype, in the order of input_dtype: what an overflowing scale
+// becomes.
 inline constexpr float kLargest[3] = {std::numeric_limits<float>::max(), 65504.0f, 0x1.FEp127f};
 
 inline int checked_dim(const char* op, std::int64_t dim) {
@@ -82,7 +83,8 @@ inline void check_direction(const char* name, const MaybeTensor& data, const May
   if (!data) return;
   const std::string scale_name = std::string(name) + "_scale_inv";
   require_bytes(kQuantizeOutOp, name, *data, shape, device);
-  require_buffer(kQuantizeOutOp, scale_name.c_str(), *scales, aoti_torch_dtype_float32(), scale_shape, device);
+  require_buffer(kQuantizeOutOp, scale_name.c_str(), *scales, aoti_torch_dtype_float32(), scale_shape,
+                 device);
 }
 
 inline void check_outputs(const Tensor& x, int dim, const MaybeTensor& noop, const MaybeTensor& row,
