@@ -5,7 +5,14 @@ where that is not possible the same numerics run in plain torch.
 """
 
 from tejit import dynamo, jit, recipe
-from tejit.formats import Float8CurrentScalingQuantizer, Float8Tensor, Float8TensorStorage
+from tejit.formats import (
+    Float8BlockQuantizer,
+    Float8BlockwiseQTensor,
+    Float8BlockwiseQTensorStorage,
+    Float8CurrentScalingQuantizer,
+    Float8Tensor,
+    Float8TensorStorage,
+)
 from tejit.jit import CacheError, CompileError, KernelNotCached, TejitError, ToolchainError, warm
 from tejit.kernels import library as _ops  # noqa: F401 - registers the ops
 from tejit.kernels.backend import DEFAULT as _BACKEND
@@ -19,6 +26,9 @@ __version__ = "0.1.0"
 __all__ = [
     "CacheError",
     "CompileError",
+    "Float8BlockQuantizer",
+    "Float8BlockwiseQTensor",
+    "Float8BlockwiseQTensorStorage",
     "Float8CurrentScalingQuantizer",
     "Float8Tensor",
     "Float8TensorStorage",

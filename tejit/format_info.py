@@ -54,9 +54,7 @@ E5M2 = ElementInfo("E5M2", code=1, dtype=torch.float8_e5m2, max=57344.0, nan_byt
 
 FP8_ELEMENTS: tuple[ElementInfo, ...] = (E4M3, E5M2)
 FP8_TENSOR = FormatInfo("FP8", FP8_ELEMENTS, block=None, scale_dtype=torch.float32, alignment=1)
-FP8_BLOCK = FormatInfo(
-    "FP8 blocks", FP8_ELEMENTS, block=128, scale_dtype=torch.float32, alignment=1, scale_alignment=4
-)
+FP8_BLOCK = FormatInfo("FP8 blocks", FP8_ELEMENTS, block=128, scale_dtype=torch.float32, alignment=1, scale_alignment=4)
 
 #: What a GEMM on FP8 bytes needs of its dimensions (cuBLASLt: 16-byte rows), reached by padding in ``gemm``.
 FP8_GEMM_ALIGNMENT = 16

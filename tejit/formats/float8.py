@@ -16,7 +16,7 @@ from tejit.format_info import FP8_TENSOR, fp8_element
 from tejit.kernels import fp8
 from tejit.kernels.gemm import Operand
 from tejit.tensor import InnerTensor, QuantizedTensor, QuantizedTensorStorage, Quantizer
-from tejit.tensor.dispatch import aten
+from tejit.tensor.dispatch import aten, swaps_matrix
 from tejit.tensor.quantized import make_wrapper
 from tejit.tensor.quantizer import Inner
 from tejit.tensor.serialization import allow
@@ -334,7 +334,7 @@ class Float8Tensor(QuantizedTensor, Float8TensorStorage):
             return None
         if func is aten.view.default and result.shape[-1] == self.shape[-1]:  # only leading dimensions changed
             return self._transpose.view(fp8.transposed_shape(tuple(result.shape)))
-        return self._data if _swaps_matrix(func, args, self.dim()) else None
+        return self._data if swaps_matrix(func, args, self.dim()) else None
 
     def _over(self, data: Tensor, transpose: Tensor | None) -> Any:
         """A view over ``data``; it shares the scale with this tensor."""
@@ -355,24 +355,7 @@ class Float8Tensor(QuantizedTensor, Float8TensorStorage):
     def _copy_buffers(self, source: Any) -> bool:
         if not isinstance(source, Float8Tensor) or source._fp8_dtype != self._fp8_dtype:
             return False
-        pairs = list(zip(self._inner(), source._inner(), strict=True))
-        if source.shape != self.shape or any(mine is not None and theirs is None for mine, theirs in pairs):
-            return False
-        for mine, theirs in pairs:
-            if mine is not None:
-                mine.copy_(theirs)
-        return True
-
-
-def _swaps_matrix(func: Any, args: tuple[Any, ...], ndim: int) -> bool:
-    """Whether a view operation is the transpose of a matrix."""
-    if ndim != 2:
-        return False
-    if func is aten.transpose.int:
-        return args[0] % 2 != args[1] % 2
-    if func is aten.permute.default:
-        return [dim % 2 for dim in args[0]] == [1, 0]
-    return func is aten.t.default
+        return self._copy_inner(source)
 
 
 register_value_opaque_quantizer(Float8CurrentScalingQuantizer)

@@ -18,6 +18,7 @@ from tejit.kernels.fp8_block.reference import (
     dequantize_row,
     matrix_shape,
     scale_shape,
+    transpose_squares,
     values,
 )
 
@@ -31,6 +32,7 @@ __all__ = [
     "quantize",
     "quantize_out",
     "scale_shape",
+    "transpose_squares",
     "values",
 ]
 

@@ -146,6 +146,12 @@ def dequantize_col(col: Tensor, scale_inv: Tensor, fp8: int, dim: int, dtype: to
     return values(col.reshape(columns, rows), scale_inv, fp8, dim, dtype).t().contiguous().reshape(shape)
 
 
+def transpose_squares(row: Tensor, scale_inv: Tensor) -> tuple[Tensor, Tensor]:
+    """The columnwise buffers of a tensor in 128x128 blocks from its rowwise ones: the same bytes and scales."""
+    across = blocks(matrix_shape(tuple(row.shape))[1])
+    return transpose_bytes(row), padded(scale_inv[:, :across].t())
+
+
 def make_empty(
     shape: list[int], dim: int, rowwise: bool, columnwise: bool, device: torch.device, pin_memory: bool
 ) -> Four:
