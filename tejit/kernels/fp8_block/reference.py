@@ -127,10 +127,10 @@ def quantize_out(
 def values(codes: Tensor, scale_inv: Tensor, fp8: int, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """``float(q) * scale_inv`` of an operand ``(rows, contracted)``, rounded once to ``dtype``."""
     rows, contracted = codes.shape
-    if dim == 1:
-        factors = spread(scale_inv[:, :rows].t(), rows, contracted, 1, BLOCK)
-    else:
-        factors = spread(scale_inv[:, : blocks(contracted)], rows, contracted, BLOCK, BLOCK)
+    row = torch.arange(rows, device=codes.device)
+    block = torch.arange(contracted, device=codes.device) // BLOCK
+    # One gather and no slice: whether a slice of a padded buffer is contiguous would be a guard on the size.
+    factors = scale_inv[block, row[:, None]] if dim == 1 else scale_inv[row[:, None] // BLOCK, block]
     return (values_of(codes, fp8) * factors).to(dtype)
 
 
