@@ -23,7 +23,6 @@ class Row:
 RECIPES: dict[str, Row] = {
     "none": Row("bf16", nn.Linear, None),
     "current": Row("FP8 current scaling", tejit.Linear, tejit.recipe.Float8CurrentScaling),
-    "block": Row("FP8 blocks of 128", tejit.Linear, tejit.recipe.Float8BlockScaling),
 }
 # What the others are measured against.
 BASELINE = "none"
