@@ -82,7 +82,7 @@ struct Tile {
         lane(threadIdx.x % Plan::kLanes),
         quad(threadIdx.x / Plan::kLanes) {}
 
-  // Below 2^32 for whatever fits a GPU: a tensor with one row or column does not come here.
+  // Below 2^32 for whatever fits a GPU, one row or one column included: a tile's sides are 64 at least.
   TEJIT_DEVICE u32 tiles() const { return tile_cols * tile_rows; }
 
   // Past the last tile: below the last row, so that loads and stores there do nothing.

@@ -95,8 +95,10 @@ def test_blocks_against_float64(size, pow2, codes, dims, device) -> None:
             assert got.dtype == out_dtype
             assert got.shape == (m, n)
             finite = exact.abs() < torch.finfo(out_dtype).max  # float16 cannot hold all of these
-            # As above; within a block of 128, tensor cores align products to the largest.
-            accumulation = 2**-12 if device == "cuda" else 2 * k * torch.finfo(torch.float32).eps
+            # As above; where one product is far larger than the others, what it costs them is not averaged away.
+            accumulation = 2 * k * torch.finfo(torch.float32).eps
+            if device == "cuda":
+                accumulation = 2**-9 if _is_native(a, b) else 2**-12
             bound = exact.abs() * torch.finfo(out_dtype).eps + magnitude * accumulation + torch.finfo(out_dtype).tiny
             assert ((got.double() - exact).abs() <= bound)[finite].all()
 
@@ -155,4 +157,4 @@ def test_a_quantizer_s_operands_are_those_of_all_three_products(device) -> None:
         got = gemm(a, b, torch.float32)
         assert got.shape == shape
         exact, magnitude = a_values @ b_values.t(), a_values.abs() @ b_values.abs().t()
-        assert ((got.double() - exact).abs() <= magnitude * (2**-12 if device == "cuda" else 2**-16)).all()
+        assert ((got.double() - exact).abs() <= magnitude * (2**-11 if device == "cuda" else 2**-16)).all()
