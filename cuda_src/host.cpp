@@ -7,6 +7,7 @@
 #include "common/error.h"
 #include "common/parts.h"
 #include "fp8/ops.h"
+#include "fp8_block/ops.h"
 
 STABLE_TORCH_LIBRARY_IMPL(tejit, CPU, library) {
   using namespace tejit::fp8;
@@ -14,6 +15,8 @@ STABLE_TORCH_LIBRARY_IMPL(tejit, CPU, library) {
   library.impl("fp8_scale", TORCH_BOX(&scale_cpu));
   library.impl("fp8_quantize_current", TORCH_BOX(&quantize_cpu));
   library.impl("fp8_quantize_current_out", TORCH_BOX(&quantize_out_cpu));
+  library.impl("fp8_block_quantize", TORCH_BOX(&tejit::fp8_block::quantize_cpu));
+  library.impl("fp8_block_quantize_out", TORCH_BOX(&tejit::fp8_block::quantize_out_cpu));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(tejit, CUDA, library) {
@@ -23,11 +26,15 @@ STABLE_TORCH_LIBRARY_IMPL(tejit, CUDA, library) {
   library.impl("fp8_scale", on_cuda<&scale_cuda, kScaleOp>);
   library.impl("fp8_quantize_current", on_cuda<&quantize_cuda, kQuantizeOp>);
   library.impl("fp8_quantize_current_out", on_cuda<&quantize_out_cuda, kQuantizeOutOp>);
+  namespace block = tejit::fp8_block;
+  library.impl("fp8_block_quantize", on_cuda<&block::quantize_cuda, block::kQuantizeOp>);
+  library.impl("fp8_block_quantize_out", on_cuda<&block::quantize_out_cuda, block::kQuantizeOutOp>);
 }
 
 // No tensor among its arguments, so no device either that the dispatcher could see.
 STABLE_TORCH_LIBRARY_IMPL(tejit, BackendSelect, library) {
   library.impl("fp8_make_empty", TORCH_BOX(&tejit::fp8::make_empty));
+  library.impl("fp8_block_make_empty", TORCH_BOX(&tejit::fp8_block::make_empty));
 }
 
 #define TEJIT_EXPORT extern "C" __attribute__((visibility("default")))

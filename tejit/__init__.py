@@ -5,13 +5,20 @@ where that is not possible the same numerics run in plain torch.
 """
 
 from tejit import dynamo, jit, recipe
-from tejit.formats import Float8CurrentScalingQuantizer, Float8Tensor, Float8TensorStorage
+from tejit.formats import (
+    Float8BlockQuantizer,
+    Float8BlockwiseQTensor,
+    Float8BlockwiseQTensorStorage,
+    Float8CurrentScalingQuantizer,
+    Float8Tensor,
+    Float8TensorStorage,
+)
 from tejit.jit import CacheError, CompileError, KernelNotCached, TejitError, ToolchainError, warm
 from tejit.kernels import library as _ops  # noqa: F401 - registers the ops
 from tejit.kernels.backend import DEFAULT as _BACKEND
 from tejit.kernels.backend import backend
 from tejit.nn import Linear
-from tejit.recipe import autocast, is_fp8_available
+from tejit.recipe import autocast, is_fp8_available, is_fp8_block_scaling_available
 from tejit.tensor import InnerTensor, QuantizedTensor, QuantizedTensorStorage, Quantizer
 
 __version__ = "0.1.0"
@@ -19,6 +26,9 @@ __version__ = "0.1.0"
 __all__ = [
     "CacheError",
     "CompileError",
+    "Float8BlockQuantizer",
+    "Float8BlockwiseQTensor",
+    "Float8BlockwiseQTensorStorage",
     "Float8CurrentScalingQuantizer",
     "Float8Tensor",
     "Float8TensorStorage",
@@ -34,6 +44,7 @@ __all__ = [
     "backend",
     "dynamo",
     "is_fp8_available",
+    "is_fp8_block_scaling_available",
     "recipe",
     "warm",
 ]

@@ -61,6 +61,31 @@ def fp8_gemm_is_native(device: torch.device) -> bool:
     return fp8_gemm_reason(device) is None
 
 
+def fp8_block_gemm_reason(device: torch.device) -> str | None:
+    """Why the GEMM of FP8 blocks of 128 is not native on ``device``; None where it is (capability 9.0 alone)."""
+    if device.type != "cuda":
+        return f"{device.type} has no FP8 GEMM; the same bytes are dequantized and multiplied"
+    capability = cuda_capability(device)
+    if capability is None:
+        return "the compute capability of this device cannot be asked"
+    if capability != (9, 0):
+        return f"compute capability {capability[0]}.{capability[1]}; the GEMM of blocks of 128 exists on 9.0 only"
+    if _cuda_version() < (12, 9):
+        return f"torch was built with CUDA {torch.version.cuda}; cuBLASLt multiplies blocks of 128 from 12.9 on"
+    return None
+
+
+def _cuda_version() -> tuple[int, ...]:
+    """Of the CUDA that torch was built with; ``(0,)`` for none."""
+    return tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2])
+
+
+@compat.constant_result
+def fp8_block_gemm_is_native(device: torch.device) -> bool:
+    """Whether the GEMM of FP8 blocks of 128 runs on ``device``'s tensor cores."""
+    return fp8_block_gemm_reason(device) is None
+
+
 def resolve_device(device: torch.device | str | int | None) -> torch.device:
     """The device meant by an argument: None is torch's default where one was set, else cuda if there is one, else
     cpu."""

@@ -37,6 +37,7 @@ class FormatInfo:
         elements: element types it may hold.
         block: elements of a row that share a scale; None means the whole tensor does.
         scale_dtype: dtype of the scale buffer.
+        scale_alignment: the last dimension of a scale buffer is padded with zeros to a multiple of this.
         alignment: K (rowwise) and M (columnwise) must be multiples of this.
     """
 
@@ -45,6 +46,7 @@ class FormatInfo:
     block: int | None
     scale_dtype: torch.dtype
     alignment: int
+    scale_alignment: int = 1
 
 
 E4M3 = ElementInfo("E4M3", code=0, dtype=torch.float8_e4m3fn, max=448.0, nan_byte=0x7F, bits=8)
@@ -52,6 +54,7 @@ E5M2 = ElementInfo("E5M2", code=1, dtype=torch.float8_e5m2, max=57344.0, nan_byt
 
 FP8_ELEMENTS: tuple[ElementInfo, ...] = (E4M3, E5M2)
 FP8_TENSOR = FormatInfo("FP8", FP8_ELEMENTS, block=None, scale_dtype=torch.float32, alignment=1)
+FP8_BLOCK = FormatInfo("FP8 blocks", FP8_ELEMENTS, block=128, scale_dtype=torch.float32, alignment=1, scale_alignment=4)
 
 #: What a GEMM on FP8 bytes needs of its dimensions (cuBLASLt: 16-byte rows), reached by padding in ``gemm``.
 FP8_GEMM_ALIGNMENT = 16

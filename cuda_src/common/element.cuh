@@ -1,5 +1,5 @@
 // The three input dtypes: how many elements a 16-byte vector holds, how they widen to float32 (always exact),
-// and a running maximum of |x| that ignores NaN.
+// and running maxima of |x| that ignore NaN, of a whole vector or of each column in a word.
 #pragma once
 
 #include "common/ptx.cuh"
@@ -7,6 +7,7 @@
 namespace tejit {
 
 struct F32 {
+  static constexpr float kLargest = 3.402823466e+38f;
   static constexpr int kBytes = 4;
   static constexpr int kPerVector = 4;
 
@@ -23,21 +24,23 @@ struct F32 {
 
   // The accumulator is the bits of one float32.
   TEJIT_DEVICE static u32 amax_step(u32 m, uint4 v) {
-    m = one(m, v.x);
-    m = one(m, v.y);
-    m = one(m, v.z);
-    return one(m, v.w);
+    m = amax_word(m, v.x);
+    m = amax_word(m, v.y);
+    m = amax_word(m, v.z);
+    return amax_word(m, v.w);
   }
 
-  TEJIT_DEVICE static float amax_result(u32 m) { return __uint_as_float(m); }
-
- private:
-  TEJIT_DEVICE static u32 one(u32 m, u32 x) {
+  TEJIT_DEVICE static u32 amax_word(u32 m, u32 x) {
     return __float_as_uint(fmaxf(__uint_as_float(m), fabsf(__uint_as_float(x))));
   }
+
+  TEJIT_DEVICE static float element(u32 word, int) { return __uint_as_float(word); }
+
+  TEJIT_DEVICE static float amax_result(u32 m) { return __uint_as_float(m); }
 };
 
 struct BF16 {
+  static constexpr float kLargest = 0x1.FEp127f;
   static constexpr int kBytes = 2;
   static constexpr int kPerVector = 8;
 
@@ -54,10 +57,19 @@ struct BF16 {
 
   // The accumulator is a pair of bfloat16: two elements an instruction.
   TEJIT_DEVICE static u32 amax_step(u32 m, uint4 v) {
-    m = max_bf16x2(m, v.x & 0x7fff7fffu);
-    m = max_bf16x2(m, v.y & 0x7fff7fffu);
-    m = max_bf16x2(m, v.z & 0x7fff7fffu);
-    return max_bf16x2(m, v.w & 0x7fff7fffu);
+    m = amax_word(m, v.x);
+    m = amax_word(m, v.y);
+    m = amax_word(m, v.z);
+    return amax_word(m, v.w);
+  }
+
+  TEJIT_DEVICE static u32 amax_word(u32 m, u32 x) { return max_bf16x2(m, x & 0x7fff7fffu); }
+
+  // The first element of a word is in its lower half.
+  TEJIT_DEVICE static float element(u32 word, int i) {
+    float lo, hi;
+    pair(word, lo, hi);
+    return i ? hi : lo;
   }
 
   TEJIT_DEVICE static float amax_result(u32 m) {
@@ -74,6 +86,7 @@ struct BF16 {
 };
 
 struct F16 {
+  static constexpr float kLargest = 65504.0f;
   static constexpr int kBytes = 2;
   static constexpr int kPerVector = 8;
 
@@ -89,10 +102,19 @@ struct F16 {
   }
 
   TEJIT_DEVICE static u32 amax_step(u32 m, uint4 v) {
-    m = max_f16x2(m, v.x & 0x7fff7fffu);
-    m = max_f16x2(m, v.y & 0x7fff7fffu);
-    m = max_f16x2(m, v.z & 0x7fff7fffu);
-    return max_f16x2(m, v.w & 0x7fff7fffu);
+    m = amax_word(m, v.x);
+    m = amax_word(m, v.y);
+    m = amax_word(m, v.z);
+    return amax_word(m, v.w);
+  }
+
+  TEJIT_DEVICE static u32 amax_word(u32 m, u32 x) { return max_f16x2(m, x & 0x7fff7fffu); }
+
+  // The first element of a word is in its lower half.
+  TEJIT_DEVICE static float element(u32 word, int i) {
+    float lo, hi;
+    pair(word, lo, hi);
+    return i ? hi : lo;
   }
 
   TEJIT_DEVICE static float amax_result(u32 m) {

@@ -122,18 +122,59 @@ inline void require_one_float(const char* op, const char* name, const Tensor& t,
   }
 }
 
-// A buffer that the op writes: uint8, contiguous, exactly this shape.
-inline void require_bytes(const char* op, const char* name, const Tensor& t,
-                          const std::vector<std::int64_t>& shape, const Device& device) {
+// A buffer that the op writes: contiguous, exactly this dtype and shape.
+inline void require_buffer(const char* op, const char* name, const Tensor& t, std::int32_t dtype,
+                           const std::vector<std::int64_t>& shape, const Device& device) {
   require_device(op, name, t, device);
-  if (dtype_of(t) != aoti_torch_dtype_uint8() || !same_shape(t.sizes(), shape)) {
+  if (dtype_of(t) != dtype || !same_shape(t.sizes(), shape)) {
     fail(op, ": ", name, " has dtype ", dtype_name(dtype_of(t)), " and shape ", shape_name(t.sizes()),
-         ", but uint8 and shape ", shape_name(shape), " are needed for this x; allocate it with make_empty");
+         ", but ", dtype_name(dtype), " and shape ", shape_name(shape),
+         " are needed for this x; allocate it with make_empty");
   }
   if (!t.is_contiguous()) {
     fail(op, ": ", name, " is not contiguous (strides ", shape_name(t.strides()),
          "), but it is written as one block; allocate it with make_empty or pass a contiguous tensor");
   }
+}
+
+inline void require_bytes(const char* op, const char* name, const Tensor& t,
+                          const std::vector<std::int64_t>& shape, const Device& device) {
+  require_buffer(op, name, t, aoti_torch_dtype_uint8(), shape, device);
+}
+
+using MaybeTensor = std::optional<Tensor>;
+
+template <typename T>
+T* pointer_to(const MaybeTensor& t) {
+  return t ? static_cast<T*>(t->mutable_data_ptr()) : nullptr;
+}
+
+inline std::vector<std::int64_t> shape_of(const Tensor& x) {
+  const Sizes sizes = x.sizes();
+  return std::vector<std::int64_t>(sizes.begin(), sizes.end());
+}
+
+// The flattened matrix of a shape: all other dimensions against the last one.
+struct Matrix {
+  std::int64_t rows = 1, cols = 1;
+};
+
+inline Matrix matrix_of(const std::vector<std::int64_t>& shape) {
+  Matrix m;
+  if (shape.empty()) return m;
+  m.cols = shape.back();
+  for (std::size_t i = 0; i + 1 < shape.size(); ++i) m.rows *= shape[i];
+  return m;
+}
+
+// The shape of transposed bytes: the last dimension first.
+inline std::vector<std::int64_t> transposed(std::vector<std::int64_t> shape) {
+  if (!shape.empty()) {
+    const std::int64_t last = shape.back();
+    shape.pop_back();
+    shape.insert(shape.begin(), last);
+  }
+  return shape;
 }
 
 inline Tensor as_contiguous(const Tensor& t) {
@@ -160,6 +201,24 @@ inline Tensor empty_bytes(Sizes shape, const Device& device, bool pinned = false
 
 inline Tensor empty_floats(std::int64_t count, const Device& device, bool pinned = false) {
   return empty(Sizes(&count, 1), aoti_torch_dtype_float32(), device, pinned);
+}
+
+// Checks what a make_empty op was asked for; the device in our own terms.
+inline Device allocation_device(const char* op, const std::vector<std::int64_t>& shape,
+                                const torch::stable::Device& device, bool pin_memory) {
+  for (std::size_t i = 0; i < shape.size(); ++i) {
+    if (shape[i] < 0) {
+      fail(op, ": dimension ", i, " of shape ", shape_name(shape), " is negative; sizes must be >= 0");
+    }
+  }
+  Device where;
+  where.type = torch::stable::detail::to<std::int32_t>(torch::stable::detail::from(device.type()));
+  where.index = where.is_cpu() ? 0 : device.index();
+  if (pin_memory && !where.is_cpu()) {
+    fail(op, ": pin_memory=True was asked for on ", where.name(),
+         ", but only CPU memory can be pinned; pass device=\"cpu\" or pin_memory=False");
+  }
+  return where;
 }
 
 }  // namespace tejit

@@ -74,17 +74,21 @@ inline float fp8_amax(const void* x, In in, int64_t n) {
 }
 
 // The factor that maps amax to fp8_max: 1 where amax (after eps) is 0, inf or NaN, `limit` where the quotient
-// overflows, then rounded down to a power of two if asked.
-inline float scale_from_amax(float amax, float fp8_max, bool pow2, float eps, float limit) {
-  DefaultFloatModes modes;
-  pin(amax);
+// overflows, then rounded down to a power of two if asked. Both rules need DefaultFloatModes.
+inline float scale_rule(float amax, float fp8_max, bool pow2, float eps, float limit) {
   if (amax < eps) amax = eps;
   float scale = 1.0f;
   if (amax > 0.0f && bits_of(amax) < infinity_bits(In::f32)) {
     scale = fp8_max / amax;
     if (bits_of(scale) == infinity_bits(In::f32)) scale = limit;
   }
-  if (pow2) scale = float_of(bits_of(scale) & 0xFF800000u);
+  return pow2 ? float_of(bits_of(scale) & 0xFF800000u) : scale;
+}
+
+inline float scale_from_amax(float amax, float fp8_max, bool pow2, float eps, float limit) {
+  DefaultFloatModes modes;
+  pin(amax);
+  float scale = scale_rule(amax, fp8_max, pow2, eps, limit);
   pin(scale);
   return scale;
 }

@@ -56,14 +56,36 @@ class Fp8Encoder {
     bias32_ = simd::fill32(bias);
   }
 
+  void rescale(float scale) { scale_ = simd::fill(scale); }
+
   template <In in>
   simd::Int full(const uint8_t* x) const {
     if constexpr (in == In::f32) {
-      return simd::pack32(floats(x), floats(x + simd::kBytes), floats(x + 2 * simd::kBytes),
-                          floats(x + 3 * simd::kBytes));
+      return simd::pack32(floats(x, scale_), floats(x + simd::kBytes, scale_),
+                          floats(x + 2 * simd::kBytes, scale_), floats(x + 3 * simd::kBytes, scale_));
     } else {
-      return simd::pack16(halves<in>(x), halves<in>(x + simd::kBytes));
+      return simd::pack16(halves<in>(x, scale_, scale_), halves<in>(x + simd::kBytes, scale_, scale_));
     }
+  }
+
+  // A scale of its own for each element: that of element i is scales[scale_lane<in>(i)].
+  template <In in>
+  simd::Int full(const uint8_t* x, const float* scales) const {
+    const auto lanes = [scales](int i) { return simd::as_float(simd::load(scales + i * kLanes)); };
+    if constexpr (in == In::f32) {
+      return simd::pack32(floats(x, lanes(0)), floats(x + simd::kBytes, lanes(1)),
+                          floats(x + 2 * simd::kBytes, lanes(2)), floats(x + 3 * simd::kBytes, lanes(3)));
+    } else {
+      return simd::pack16(halves<in>(x, lanes(0), lanes(1)),
+                          halves<in>(x + simd::kBytes, lanes(2), lanes(3)));
+    }
+  }
+
+  // Even and odd 16-bit elements of a register become float32 apart.
+  template <In in>
+  static constexpr int scale_lane(int i) {
+    if (in == In::f32) return i;
+    return (i / (2 * kLanes) * 2 + i % 2) * kLanes + i % (2 * kLanes) / 2;
   }
 
   // The first n < kElements elements; nothing behind them is read.
@@ -75,9 +97,11 @@ class Fp8Encoder {
   }
 
  private:
+  static constexpr int kLanes = simd::kBytes / 4;
+
   // 32-bit lanes of |x| to the code without sign plus bias; the upper half of a lane holds remains.
-  simd::Int biased_code(simd::Float magnitude) const {
-    const simd::Float y = simd::min(simd::mul(magnitude, scale_), max_);
+  simd::Int biased_code(simd::Float magnitude, simd::Float scale) const {
+    const simd::Float y = simd::min(simd::mul(magnitude, scale), max_);
     const simd::Int power = simd::as_int(simd::max(y, min_normal_)) & simd::fill32(0x7F800000u);
     const simd::Int rounded = simd::as_int(simd::mul_add(simd::as_float(power), to_unit_, y));
     return simd::add32(rounded, simd::shr32(power, shift_));
@@ -86,17 +110,18 @@ class Fp8Encoder {
   // One register of 16-bit elements to bytes in 16-bit lanes. Even and odd elements become float32 without a
   // shuffle.
   template <In in>
-  simd::Int halves(const uint8_t* p) const {
+  simd::Int halves(const uint8_t* p, simd::Float even, simd::Float odd) const {
     const simd::Int x = simd::load(p);
     const simd::Int magnitude = x & simd::fill16(0x7FFF);
-    const auto code = [&](simd::Int in_upper_half) {
-      if constexpr (in == In::bf16) return biased_code(simd::as_float(in_upper_half));
+    const auto code = [&](simd::Int in_upper_half, simd::Float scale) {
+      if constexpr (in == In::bf16) return biased_code(simd::as_float(in_upper_half), scale);
       // Read with float32's exponent bias of 127 instead of 15, then put right by 2^112: exact for subnormals
       // too. The exponent of inf comes out finite and is dealt with below.
-      return biased_code(simd::mul(simd::as_float(simd::shr32<3>(in_upper_half)), simd::fill(0x1p112f)));
+      return biased_code(simd::mul(simd::as_float(simd::shr32<3>(in_upper_half)), simd::fill(0x1p112f)),
+                         scale);
     };
-    simd::Int w =
-        simd::merge_odd(code(simd::shl32<16>(magnitude)), code(magnitude & simd::fill32(0xFFFF0000u)));
+    simd::Int w = simd::merge_odd(code(simd::shl32<16>(magnitude), even),
+                                  code(magnitude & simd::fill32(0xFFFF0000u), odd));
     w = simd::sub16(w, bias_);
     if constexpr (in == In::f16)
       w = simd::where_gt16(magnitude, simd::fill16(infinity_bits(In::f16) - 1), max_code_, w);
@@ -105,10 +130,10 @@ class Fp8Encoder {
   }
 
   // One register of float32 to bytes in 32-bit lanes.
-  simd::Int floats(const uint8_t* p) const {
+  simd::Int floats(const uint8_t* p, simd::Float scale) const {
     const simd::Int x = simd::load(p);
     const simd::Int magnitude = x & simd::fill32(0x7FFFFFFFu);
-    simd::Int w = simd::sub32(biased_code(simd::as_float(magnitude)), bias32_) & simd::fill32(0x7F);
+    simd::Int w = simd::sub32(biased_code(simd::as_float(magnitude), scale), bias32_) & simd::fill32(0x7F);
     w = simd::or_and(w, simd::shr32<24>(x), simd::fill32(0x80));
     return simd::where_gt32(magnitude, simd::fill32(infinity_bits(In::f32)), simd::fill32(kNanCode), w);
   }

@@ -94,6 +94,12 @@ inline Int max_upto16(Int acc, Int a, Int limit) {
 inline Int max_upto32(Int acc, Int a, Int limit) {
   return _mm256_max_epi32(acc, _mm256_andnot_si256(_mm256_cmpgt_epi32(a, limit), a));
 }
+inline uint32_t largest32(Int v) {
+  __m128i m = _mm_max_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+  m = _mm_max_epi32(m, _mm_shuffle_epi32(m, 0x4E));
+  m = _mm_max_epi32(m, _mm_shuffle_epi32(m, 0xB1));
+  return static_cast<uint32_t>(_mm_cvtsi128_si32(m));
+}
 inline Int merge_odd(Int even, Int odd) {
   return _mm256_blend_epi16(even, _mm256_slli_epi32(odd, 16), 0xAA);
 }

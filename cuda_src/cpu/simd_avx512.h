@@ -94,6 +94,9 @@ inline Int max_upto16(Int acc, Int a, Int limit) {
 inline Int max_upto32(Int acc, Int a, Int limit) {
   return _mm512_mask_max_epi32(acc, _mm512_cmple_epi32_mask(a, limit), acc, a);
 }
+inline uint32_t largest32(Int v) {
+  return static_cast<uint32_t>(_mm512_reduce_max_epi32(v));
+}
 inline Int merge_odd(Int even, Int odd) {
   return _mm512_mask_mov_epi16(even, 0xAAAAAAAA, _mm512_slli_epi32(odd, 16));
 }

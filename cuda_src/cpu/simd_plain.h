@@ -123,6 +123,10 @@ inline Int max_upto32(Int acc, Int a, Int limit) {
   const Int kept = a & (a <= limit);
   return acc > kept ? acc : kept;
 }
+inline uint32_t largest32(Int v) {
+  const int32_t low = v[0] > v[1] ? v[0] : v[1], high = v[2] > v[3] ? v[2] : v[3];
+  return static_cast<uint32_t>(low > high ? low : high);
+}
 inline Int merge_odd(Int even, Int odd) {
   return (even & 0xFFFF) | shl32<16>(odd);
 }

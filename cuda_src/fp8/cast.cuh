@@ -3,6 +3,7 @@
 #pragma once
 
 #include "common/element.cuh"
+#include "common/tile.cuh"
 #include "fp8/args.h"
 #include "fp8/convert.cuh"
 #include "fp8/scale.cuh"
@@ -19,21 +20,6 @@ struct CastPlan {
   static constexpr Load kLoad = kLoad_;
   static constexpr Store kStore = kStore_;
 };
-
-template <typename T, Store kStore>
-TEJIT_DEVICE void store_vector(u8* out, const u32 (&word)[T::kPerVector / 4]) {
-  if constexpr (T::kPerVector == 8) {
-    store8<kStore>(out, word[0], word[1]);
-  } else {
-    store4<kStore>(out, word[0]);
-  }
-}
-
-// Whether a whole vector of T's bytes can be written at once there (or nothing is written at all).
-template <typename T>
-TEJIT_DEVICE bool takes_vectors(const u8* out) {
-  return reinterpret_cast<u64>(out) % T::kPerVector == 0;
-}
 
 template <typename T, Format kFormat, typename Plan>
 TEJIT_DEVICE void cast_rowwise(const CastArgs& args) {

@@ -81,5 +81,19 @@ TEJIT_DEVICE void encode_vector(uint4 v, float scale, u32 (&word)[T::kPerVector 
   }
 }
 
+// The same with a scale for each element.
+template <typename T, Format kFormat>
+TEJIT_DEVICE void encode_vector(uint4 v, const float (&scale)[T::kPerVector],
+                                u32 (&word)[T::kPerVector / 4]) {
+  float f[T::kPerVector];
+  T::widen(v, f);
+#pragma unroll
+  for (int w = 0; w < T::kPerVector; w += 4) {
+    word[w / 4] =
+        encode2<kFormat>(__fmul_rn(f[w], scale[w]), __fmul_rn(f[w + 1], scale[w + 1])) |
+        (encode2<kFormat>(__fmul_rn(f[w + 2], scale[w + 2]), __fmul_rn(f[w + 3], scale[w + 3])) << 16);
+  }
+}
+
 }  // namespace fp8
 }  // namespace tejit

@@ -12,6 +12,7 @@
 #include "cpu/fp8.h"
 #include "fp8/args.h"
 #include "fp8/launch.h"
+#include "fp8/scaling.h"
 
 namespace tejit {
 namespace fp8 {
@@ -22,48 +23,7 @@ inline constexpr char kQuantizeOp[] = "tejit::fp8_quantize_current";
 inline constexpr char kQuantizeOutOp[] = "tejit::fp8_quantize_current_out";
 inline constexpr char kMakeEmptyOp[] = "tejit::fp8_make_empty";
 
-using MaybeTensor = std::optional<Tensor>;
 using Three = std::tuple<Tensor, Tensor, Tensor>;
-
-// How a tensor is to be scaled, checked.
-struct Scaling {
-  int fp8;
-  float fp8_max;
-  bool pow2;
-  float eps;
-};
-
-inline Scaling scaling(const char* op, std::int64_t fp8, bool pow2, double eps) {
-  if (fp8 != 0 && fp8 != 1) fail(op, ": fp8 is ", fp8, ", but 0 (E4M3) or 1 (E5M2) is needed");
-  if (!(eps >= 0)) fail(op, ": eps is ", eps, ", but a number >= 0 is needed; 0 puts no bound on amax");
-  return {static_cast<int>(fp8), fp8 == 0 ? 448.0f : 57344.0f, pow2, static_cast<float>(eps)};
-}
-
-// The flattened matrix of a shape: the last dimension against all others.
-struct Matrix {
-  std::int64_t rows, cols;
-};
-
-inline Matrix matrix_of(const Tensor& x) {
-  const Sizes sizes = x.sizes();
-  if (sizes.size() == 0) return {1, 1};
-  const std::int64_t cols = sizes[sizes.size() - 1];
-  return {cols ? x.numel() / cols : 0, cols};
-}
-
-inline std::vector<std::int64_t> shape_of(const Tensor& x) {
-  const Sizes sizes = x.sizes();
-  return std::vector<std::int64_t>(sizes.begin(), sizes.end());
-}
-
-inline std::vector<std::int64_t> transposed(std::vector<std::int64_t> shape) {
-  if (!shape.empty()) {
-    const std::int64_t last = shape.back();
-    shape.pop_back();
-    shape.insert(shape.begin(), last);
-  }
-  return shape;
-}
 
 // What one call writes; `row` and `col` null where that direction is not asked for.
 struct Outputs {
@@ -71,11 +31,6 @@ struct Outputs {
   std::uint8_t* col;
   float* scale_inv;
 };
-
-template <typename T>
-T* pointer_to(const MaybeTensor& t) {
-  return t ? static_cast<T*>(t->mutable_data_ptr()) : nullptr;
-}
 
 inline Three allocate(const std::vector<std::int64_t>& shape, bool data, bool transpose, const Device& device,
                       bool pinned) {
@@ -145,7 +100,7 @@ inline void quantize_on_cpu(const Tensor& x, int dtype, const Scaling& s, const 
   const float largest = amax ? *pointer_to<const float>(amax) : cpu::fp8_amax(from, in, x.numel());
   const float scale = cpu::scale_from_amax(largest, s.fp8_max, s.pow2, s.eps, kLimit);
   *out.scale_inv = cpu::scale_inverse(scale);
-  const Matrix m = matrix_of(x);
+  const Matrix m = matrix_of(shape_of(x));
   if (out.row || out.col) cpu::fp8_cast(from, in, m.rows, m.cols, scale, s.fp8, out.row, out.col);
 }
 
@@ -214,7 +169,7 @@ inline void quantize_on_cuda(const Tensor& x, int dtype, const Scaling& s, const
   const Device device = device_of(x);
   const Launcher launch(device.index);
   const Tensor values = as_contiguous(x);
-  const Matrix m = matrix_of(x);
+  const Matrix m = matrix_of(shape_of(x));
   CastArgs args = {values.const_data_ptr(),
                    out.row,
                    out.col,
@@ -274,19 +229,7 @@ inline void quantize_out_cuda(const Tensor& x, std::int64_t fp8, bool pow2, doub
 
 inline Three make_empty(std::vector<std::int64_t> shape, bool data, bool transpose,
                         torch::stable::Device device, bool pin_memory) {
-  for (std::size_t i = 0; i < shape.size(); ++i) {
-    if (shape[i] < 0) {
-      fail(kMakeEmptyOp, ": dimension ", i, " of shape ", shape_name(shape),
-           " is negative; sizes must be >= 0");
-    }
-  }
-  Device where;
-  where.type = torch::stable::detail::to<std::int32_t>(torch::stable::detail::from(device.type()));
-  where.index = where.is_cpu() ? 0 : device.index();
-  if (pin_memory && !where.is_cpu()) {
-    fail(kMakeEmptyOp, ": pin_memory=True was asked for on ", where.name(),
-         ", but only CPU memory can be pinned; pass device=\"cpu\" or pin_memory=False");
-  }
+  const Device where = allocation_device(kMakeEmptyOp, shape, device, pin_memory);
   return allocate(shape, data, transpose, where, pin_memory);
 }
 

@@ -1,6 +1,7 @@
 // From the maximum of a tensor to its scale, and the part of every cast that does so.
 #pragma once
 
+#include "common/element.cuh"
 #include "common/reduce.cuh"
 #include "fp8/args.h"
 
@@ -11,14 +12,15 @@ TEJIT_DEVICE bool is_noop(const float* noop) {
   return noop != nullptr && load_shared_value(noop) == 1.0f;
 }
 
-// The division must be IEEE's, and its result must not be flushed: hence the intrinsics.
-TEJIT_DEVICE float scale_from_amax(float amax, float fp8_max, bool pow2, float eps) {
-  constexpr float kLimit = 3.402823466e+38f;
+// `limit` takes the place of a quotient that overflows. The division must be IEEE's, and its result must not
+// be flushed: hence the intrinsics.
+TEJIT_DEVICE float scale_from_amax(float amax, float fp8_max, bool pow2, float eps,
+                                   float limit = F32::kLargest) {
   if (amax < eps) amax = eps;
   // Neither 0 nor inf nor NaN; written so that NaN fails it too.
-  const bool usable = amax > 0.0f && amax <= kLimit;
+  const bool usable = amax > 0.0f && amax <= F32::kLargest;
   float scale = usable ? __fdiv_rn(fp8_max, amax) : 1.0f;
-  if (scale > kLimit) scale = kLimit;
+  if (scale > F32::kLargest) scale = limit;
   return pow2 ? __uint_as_float(__float_as_uint(scale) & 0xff800000u) : scale;
 }
 

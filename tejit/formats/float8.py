@@ -6,7 +6,6 @@ both directions; on all others columnwise use needs the transposed copy.
 """
 
 import math
-import pickle
 from typing import Annotated, Any
 
 import torch
@@ -14,13 +13,13 @@ from torch import Tensor
 
 from tejit.device import fp8_gemm_takes_every_layout, resolve_device
 from tejit.dynamo import register_value_opaque_quantizer
-from tejit.format_info import FLT_MAX, FP8_TENSOR, fp8_element
+from tejit.format_info import FP8_TENSOR, fp8_element
 from tejit.kernels import fp8
 from tejit.kernels.gemm import Operand
 from tejit.tensor import InnerTensor, QuantizedTensor, QuantizedTensorStorage, Quantizer
-from tejit.tensor.dispatch import aten
+from tejit.tensor.dispatch import aten, swaps_matrix
 from tejit.tensor.quantized import make_wrapper
-from tejit.tensor.quantizer import Inner
+from tejit.tensor.quantizer import Inner, checked_epsilon
 from tejit.tensor.serialization import allow
 
 
@@ -57,12 +56,8 @@ class Float8CurrentScalingQuantizer(Quantizer):
     ) -> None:
         super().__init__(rowwise=rowwise, columnwise=columnwise, internal=internal, optimize_for_gemm=optimize_for_gemm)
         fp8_element(fp8_dtype)
-        if isinstance(amax_epsilon, bool) or not isinstance(amax_epsilon, (int, float)):
-            raise TypeError(f"amax_epsilon is {amax_epsilon!r}; it must be a number")
-        if not 0.0 <= amax_epsilon <= FLT_MAX:
-            raise ValueError(f"amax_epsilon is {amax_epsilon!r}; it must be 0 or more, and a finite float32")
         self._init_flags(force_pow_2_scales=force_pow_2_scales)
-        self._init_fields(fp8_dtype=fp8_dtype, amax_epsilon=float(amax_epsilon))
+        self._init_fields(fp8_dtype=fp8_dtype, amax_epsilon=checked_epsilon(amax_epsilon))
 
     def inner_tensor_specs(
         self, shape: tuple[int, ...], device: torch.device | str | None = None
@@ -257,19 +252,12 @@ class Float8TensorStorage(QuantizedTensorStorage):
     def _transposed_bytes(self) -> Tensor:
         return self._transpose if self._transpose is not None else fp8.reference.transpose_bytes(self._rowwise_bytes())
 
-    def _check_buffers(self) -> None:
-        wanted = {
+    def _buffer_shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        return {
             "_data": (tuple(self.shape), torch.uint8),
             "_transpose": (fp8.transposed_shape(tuple(self.shape)), torch.uint8),
             "_scale_inv": ((1,), FP8_TENSOR.scale_dtype),
         }
-        for name, (shape, dtype) in wanted.items():
-            buffer = getattr(self, name)
-            if buffer is not None and (tuple(buffer.shape) != shape or buffer.dtype != dtype):
-                raise pickle.UnpicklingError(
-                    f"{name} is {buffer.dtype} of shape {tuple(buffer.shape)}; a {type(self).__name__} of shape"
-                    f" {tuple(self.shape)} has {dtype} of shape {shape}"
-                )
 
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
         """Drop a direction, or make the transposed bytes from the others. None leaves a direction alone.
@@ -291,15 +279,8 @@ class Float8TensorStorage(QuantizedTensorStorage):
             return  # one copy of the bytes serves both directions
         if (rowwise, columnwise) == (now["rowwise"], now["columnwise"]):
             return
-        # The buffers may be shared with another tensor (a Parameter made from this one, a detached alias), which
-        # keeps its directions. A later write here would leave its other bytes behind: so share no more.
-        data, kept = self._data, self._transpose
-        if columnwise:
-            self._transpose = self._transposed_bytes() if kept is None else kept.clone()
-        else:
-            self._transpose = None
-        self._data = data.clone() if rowwise and data is not None else None
-        self._scale_inv = None if self._scale_inv is None else self._scale_inv.clone()
+        data, transpose = self._data, self._transposed_bytes() if columnwise else None
+        self._unshare((data if rowwise else None, transpose, self._scale_inv))
 
 
 class Float8Tensor(QuantizedTensor, Float8TensorStorage):
@@ -361,7 +342,7 @@ class Float8Tensor(QuantizedTensor, Float8TensorStorage):
             return None
         if func is aten.view.default and result.shape[-1] == self.shape[-1]:  # only leading dimensions changed
             return self._transpose.view(fp8.transposed_shape(tuple(result.shape)))
-        return self._data if _swaps_matrix(func, args, self.dim()) else None
+        return self._data if swaps_matrix(func, args, self.dim()) else None
 
     def _over(self, data: Tensor, transpose: Tensor | None) -> Any:
         """A view over ``data``; it shares the scale with this tensor."""
@@ -391,17 +372,6 @@ class Float8Tensor(QuantizedTensor, Float8TensorStorage):
         assert self._scale_inv is not None  # it is always there where bytes are
         self._scale_inv.copy_(source._scale_inv)
         return True
-
-
-def _swaps_matrix(func: Any, args: tuple[Any, ...], ndim: int) -> bool:
-    """Whether a view operation is the transpose of a matrix."""
-    if ndim != 2:
-        return False
-    if func is aten.transpose.int:
-        return args[0] % 2 != args[1] % 2
-    if func is aten.permute.default:
-        return [dim % 2 for dim in args[0]] == [1, 0]
-    return func is aten.t.default
 
 
 register_value_opaque_quantizer(Float8CurrentScalingQuantizer)

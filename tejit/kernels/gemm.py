@@ -15,7 +15,9 @@ from torch import Tensor
 
 from tejit import compat
 from tejit import device as hardware
-from tejit.format_info import E5M2, FP8_ELEMENTS, FP8_GEMM_ALIGNMENT
+from tejit.format_info import E5M2, FP8_BLOCK, FP8_ELEMENTS, FP8_GEMM_ALIGNMENT
+from tejit.kernels import fp8_block
+from tejit.kernels.fp8.reference import values_of
 from tejit.kernels.rounding import as_rounded
 
 
@@ -24,13 +26,18 @@ class Operand(NamedTuple):
 
     Attributes:
         codes: uint8 ``(rows, K)``; contiguous except on devices whose GEMM takes every layout.
-        scale_inv: float32 ``(1,)``, the factor that dequantizes ``codes``.
+        scale_inv: float32, the factors that dequantize ``codes``: ``(1,)``, or as :func:`fp8_block.scale_shape`
+            ``(rows, K, block_dim)`` says.
         fp8: ``ElementInfo.code`` of the element type.
+        block_dim: 0 for one factor, 1 for one in each 1x128, 2 for one in each 128x128.
+        pow2_scales: all factors of blocks are powers of two.
     """
 
     codes: Tensor
     scale_inv: Tensor
     fp8: int
+    block_dim: int = 0
+    pow2_scales: bool = False
 
 
 def gemm(
@@ -50,6 +57,8 @@ def gemm(
     """
     if not _is_native(a, b):
         return _emulated(a, b, out_dtype, bias)
+    if a.block_dim:
+        return _native_blocks(a, b, out_dtype, bias)
     n = b.codes.shape[0]
     a_codes = _padded(a.codes, 1, FP8_GEMM_ALIGNMENT).view(FP8_ELEMENTS[a.fp8].dtype)
     b_codes = _padded(b.codes, FP8_GEMM_ALIGNMENT, FP8_GEMM_ALIGNMENT).view(FP8_ELEMENTS[b.fp8].dtype)
@@ -70,28 +79,75 @@ def gemm(
     return out if added is None else _rounded(out + added.to(torch.float32), out_dtype)
 
 
+#: ``torch.nn.functional.ScalingType`` (whose Python function does not trace on torch 2.11) by ``block_dim``.
+_SCALING_TYPE = {1: 4, 2: 5}
+_NO_SWIZZLE = 0
+
+
+def _native_blocks(a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+    """Blocks of 1x128 by 1x128 or 128x128 on the tensor cores. Scales lie as cuBLASLt reads them; where codes are
+    padded, the products with their zeros do not depend on the scale."""
+    m, n = a.codes.shape[0], b.codes.shape[0]
+    block = fp8_block.BLOCK
+    a_codes = _padded(a.codes, FP8_BLOCK.scale_alignment, block).view(FP8_ELEMENTS[a.fp8].dtype)
+    b_codes = _padded(b.codes, FP8_GEMM_ALIGNMENT, block).view(FP8_ELEMENTS[b.fp8].dtype)
+    b_scale_inv = b.scale_inv if b.block_dim == 2 else _padded(b.scale_inv, 1, FP8_GEMM_ALIGNMENT)
+    # Rounding, and a bias in float32, are ours: cuBLASLt gives bfloat16 or float32.
+    direct = out_dtype == torch.bfloat16 and bias is None
+    out = torch.ops.aten._scaled_mm_v2.default(
+        a_codes,
+        b_codes.t(),
+        [a.scale_inv.t()],
+        [_SCALING_TYPE[a.block_dim]],
+        [_NO_SWIZZLE],
+        [b_scale_inv.t()],
+        [_SCALING_TYPE[b.block_dim]],
+        [_NO_SWIZZLE],
+        None,
+        torch.bfloat16 if direct else torch.float32,
+    )
+    if not (_known_zero(a_codes.shape[0] - m) and _known_zero(b_codes.shape[0] - n)):
+        out = out[:m, :n]
+    if bias is not None:
+        out = out + bias.to(torch.float32)
+    return _rounded(out, out_dtype)
+
+
 def _is_native(a: Operand, b: Operand) -> bool:
     if a.codes.numel() == 0 or b.codes.numel() == 0:
         return False
     if a.fp8 == E5M2.code and b.fp8 == E5M2.code:
         return False  # no tensor core multiplies E5M2 by E5M2
+    if a.block_dim or b.block_dim:
+        pair = (a.block_dim, b.block_dim)
+        return pair in ((1, 1), (1, 2)) and hardware.fp8_block_gemm_is_native(a.codes.device)
     return hardware.fp8_gemm_is_native(a.codes.device)
 
 
 def _emulated(a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
     where = a.codes.device.type
     with _without_autocast(where):
-        if where == "cuda":
-            # FP8 codes are exact in bfloat16, and the accumulation stays float32.
+        if where == "cuda" and _exact_in_bfloat16(a) and _exact_in_bfloat16(b):
+            # The operands are exact in bfloat16, and the accumulation stays float32.
             accumulated = torch.mm(_values(a, torch.bfloat16), _values(b, torch.bfloat16).t(), out_dtype=torch.float32)
         else:
             accumulated = torch.mm(_values(a, torch.float32), _values(b, torch.float32).t())
     # The smaller factor first: neither the product of two factors nor a partial result then leaves
     # float32's range unless the result itself does.
-    out = accumulated * torch.minimum(a.scale_inv, b.scale_inv) * torch.maximum(a.scale_inv, b.scale_inv)
+    factors = [operand.scale_inv for operand in (a, b) if not operand.block_dim]
+    if len(factors) == 2:
+        factors = [torch.minimum(*factors), torch.maximum(*factors)]
+    out = accumulated
+    for factor in factors:
+        out = out * factor
     if bias is not None:
         out = out + bias.to(torch.float32)
     return _rounded(out, out_dtype)
+
+
+def _exact_in_bfloat16(operand: Operand) -> bool:
+    """Whether what :func:`_values` gives has as few bits as bfloat16 holds."""
+    return operand.block_dim == 0 or operand.pow2_scales
 
 
 def _rounded(out: Tensor, dtype: torch.dtype) -> Tensor:
@@ -100,7 +156,10 @@ def _rounded(out: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _values(operand: Operand, dtype: torch.dtype) -> Tensor:
-    return operand.codes.view(FP8_ELEMENTS[operand.fp8].dtype).to(dtype)
+    """Codes times the scales of their blocks; a factor of the whole matrix is left for after the product."""
+    if operand.block_dim:
+        return fp8_block.values(operand.codes, operand.scale_inv, operand.fp8, operand.block_dim, dtype)
+    return values_of(operand.codes, operand.fp8, dtype)
 
 
 def _without_autocast(kind: str) -> contextlib.AbstractContextManager[object]:

@@ -14,6 +14,8 @@ import torch
 from tejit.kernels import backend
 from tejit.kernels.fp8 import fake as fp8_fake
 from tejit.kernels.fp8 import reference as fp8_reference
+from tejit.kernels.fp8_block import fake as fp8_block_fake
+from tejit.kernels.fp8_block import reference as fp8_block_reference
 
 _library = torch.library.Library("tejit", "DEF")
 
@@ -57,5 +59,27 @@ _define(
     " -> (Tensor data, Tensor transpose, Tensor scale_inv)",
     fp8_reference.make_empty,
     fp8_fake.make_empty,
+    native=False,
+)
+_define(
+    "fp8_block_quantize",
+    "(Tensor x, int fp8, int dim, bool rowwise, bool columnwise, bool pow2, float eps)"
+    " -> (Tensor row, Tensor row_scale_inv, Tensor col, Tensor col_scale_inv)",
+    fp8_block_reference.quantize,
+    fp8_block_fake.quantize,
+)
+_define(
+    "fp8_block_quantize_out",
+    "(Tensor x, int fp8, int dim, bool pow2, float eps, Tensor? noop, Tensor(a!)? row,"
+    " Tensor(b!)? row_scale_inv, Tensor(c!)? col, Tensor(d!)? col_scale_inv) -> ()",
+    fp8_block_reference.quantize_out,
+    fp8_block_fake.quantize_out,
+)
+_define(
+    "fp8_block_make_empty",
+    "(int[] shape, int dim, bool rowwise, bool columnwise, Device device, bool pin_memory)"
+    " -> (Tensor row, Tensor row_scale_inv, Tensor col, Tensor col_scale_inv)",
+    fp8_block_reference.make_empty,
+    fp8_block_fake.make_empty,
     native=False,
 )

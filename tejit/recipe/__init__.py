@@ -1,9 +1,16 @@
 """Recipes (which tensor of a layer is quantized how), and ``autocast``, which switches quantization on."""
 
-from tejit.recipe.context import autocast, current_recipe, default_recipe, is_fp8_available
-from tejit.recipe.recipes import Float8CurrentScaling, Format, LinearQuantizers, Recipe, Variants
+from tejit.recipe.context import (
+    autocast,
+    current_recipe,
+    default_recipe,
+    is_fp8_available,
+    is_fp8_block_scaling_available,
+)
+from tejit.recipe.recipes import Float8BlockScaling, Float8CurrentScaling, Format, LinearQuantizers, Recipe, Variants
 
 __all__ = [
+    "Float8BlockScaling",
     "Float8CurrentScaling",
     "Format",
     "LinearQuantizers",
@@ -13,4 +20,5 @@ __all__ = [
     "current_recipe",
     "default_recipe",
     "is_fp8_available",
+    "is_fp8_block_scaling_available",
 ]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from tejit.format_info import E4M3, E5M2
-from tejit.formats import Float8CurrentScalingQuantizer
+from tejit.formats import Float8BlockQuantizer, Float8CurrentScalingQuantizer
 from tejit.tensor import Quantizer
 
 
@@ -80,6 +80,24 @@ class Recipe:
         raise NotImplementedError(f"{type(self).__name__} does not define linear")
 
 
+def _checked(fp8_format: Format) -> Format:
+    if not isinstance(fp8_format, Format):
+        raise TypeError(f"fp8_format is {fp8_format!r}; it must be a tejit.recipe.Format")
+    if fp8_format is Format.E5M2:
+        raise ValueError(
+            "fp8_format is E5M2 for both passes, but no tensor core multiplies E5M2 by E5M2;"
+            " use Format.HYBRID (E5M2 for gradients only) or Format.E4M3"
+        )
+    return fp8_format
+
+
+def _check_switches(recipe: Recipe, *names: str) -> None:
+    for name in names:
+        value = getattr(recipe, name)
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} is {value!r}; it must be True or False")
+
+
 @dataclass(frozen=True)
 class Float8CurrentScaling(Recipe):
     """FP8 with one scale per tensor, taken from the tensor itself each time.
@@ -92,8 +110,7 @@ class Float8CurrentScaling(Recipe):
             fewer bits, which is faster.
 
     Raises ``TypeError`` for a ``fp8_format`` that is no :class:`Format` or a switch that is no bool, and
-    ``ValueError`` for pure E5M2
-    (two E5M2 operands have no GEMM) or a negative ``amax_epsilon``.
+    ``ValueError`` for pure E5M2 (two E5M2 operands have no GEMM) or a negative ``amax_epsilon``.
     """
 
     fp8_format: Format = Format.HYBRID
@@ -106,16 +123,8 @@ class Float8CurrentScaling(Recipe):
     _linear: LinearQuantizers = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.fp8_format, Format):
-            raise TypeError(f"fp8_format is {self.fp8_format!r}; it must be a tejit.recipe.Format")
-        for name in ("force_pow_2_scales", "fast_accum_fprop", "fast_accum_dgrad", "fast_accum_wgrad"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} is {getattr(self, name)!r}; it must be True or False")
-        if self.fp8_format is Format.E5M2:
-            raise ValueError(
-                "fp8_format is E5M2 for both passes, but no tensor core multiplies E5M2 by E5M2;"
-                " use Format.HYBRID (E5M2 for gradients only) or Format.E4M3"
-            )
+        _checked(self.fp8_format)
+        _check_switches(self, "force_pow_2_scales", "fast_accum_fprop", "fast_accum_dgrad", "fast_accum_wgrad")
 
         def quantizer(dtype: torch.dtype) -> Variants:
             return variants(
@@ -133,6 +142,59 @@ class Float8CurrentScaling(Recipe):
             fast_accum_fprop=self.fast_accum_fprop,
             fast_accum_dgrad=self.fast_accum_dgrad,
             fast_accum_wgrad=self.fast_accum_wgrad,
+        )
+        object.__setattr__(self, "_linear", quantizers)
+
+    @property
+    def linear(self) -> LinearQuantizers:
+        """The quantizers of a linear layer under this recipe."""
+        return self._linear
+
+
+@dataclass(frozen=True)
+class Float8BlockScaling(Recipe):
+    """FP8 with a scale for each block: of 1x128 (dimension 1) or 128x128 (dimension 2).
+
+    Attributes:
+        fp8_format: element types, forward and backward.
+        x_block_scaling_dim, w_block_scaling_dim, grad_block_scaling_dim: blocks of input, weight and
+            grad_output. The tensor cores multiply 1x128 by 1x128 or 128x128, so other choices are emulated.
+        force_pow_2_scales: round scales down to powers of two.
+        amax_epsilon: lower bound of each block's amax.
+
+    Raises ``TypeError`` for a ``fp8_format`` that is no :class:`Format`, and ``ValueError`` for pure E5M2
+    (two E5M2 operands have no GEMM), a block dimension other than 1 and 2, or a negative ``amax_epsilon``.
+    """
+
+    fp8_format: Format = Format.E4M3
+    x_block_scaling_dim: int = 1
+    w_block_scaling_dim: int = 2
+    grad_block_scaling_dim: int = 1
+    force_pow_2_scales: bool = True
+    amax_epsilon: float = 0.0
+    _linear: LinearQuantizers = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        _checked(self.fp8_format)
+
+        def quantizer(dtype: torch.dtype, dim: int) -> Variants:
+            return variants(
+                Float8BlockQuantizer(
+                    dtype,
+                    block_scaling_dim=dim,
+                    force_pow_2_scales=self.force_pow_2_scales,
+                    amax_epsilon=self.amax_epsilon,
+                )
+            )
+
+        quantizers = LinearQuantizers(
+            input=quantizer(self.fp8_format.forward_dtype, self.x_block_scaling_dim),
+            weight=quantizer(self.fp8_format.forward_dtype, self.w_block_scaling_dim),
+            grad_output=quantizer(self.fp8_format.backward_dtype, self.grad_block_scaling_dim),
+            # With scales of blocks the tensor cores always accumulate in float32.
+            fast_accum_fprop=False,
+            fast_accum_dgrad=False,
+            fast_accum_wgrad=False,
         )
         object.__setattr__(self, "_linear", quantizers)
 

@@ -46,6 +46,18 @@ VIEWS = frozenset(
 #: Namespaces of collectives: their schemas do not say which arguments they write to.
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_dtensor"})
 
+
+def swaps_matrix(func: Any, args: tuple[Any, ...], ndim: int) -> bool:
+    """Whether a view operation is the transpose of a matrix."""
+    if ndim != 2:
+        return False
+    if func is aten.transpose.int:
+        return args[0] % 2 != args[1] % 2
+    if func is aten.permute.default:
+        return [dim % 2 for dim in args[0]] == [1, 0]
+    return func is aten.t.default
+
+
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 _handlers: dict[Any, Handler] = {}
 _announced: set[str] = set()

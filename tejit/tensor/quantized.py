@@ -149,6 +149,16 @@ class QuantizedTensor(Tensor, _Mixed):
         """Copy ``source``'s buffers into one's own where both have the same ones; False where they do not."""
         return False
 
+    def _copy_inner(self, source: QuantizedTensor) -> bool:
+        """:meth:`_copy_buffers` for a ``source`` of the same format, buffer by buffer."""
+        pairs = list(zip(self._inner(), source._inner(), strict=True))
+        if source.shape != self.shape or any(mine is not None and theirs is None for mine, theirs in pairs):
+            return False
+        for mine, theirs in pairs:
+            if mine is not None:
+                mine.copy_(theirs)
+        return True
+
     def _alias(self: Self) -> Self:
         present, context = self.__tensor_flatten__()
         return self.__tensor_unflatten__(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tejit import compat
 from tejit import device as hardware
-from tejit.format_info import HIGH_PRECISION_DTYPES
+from tejit.format_info import FLT_MAX, HIGH_PRECISION_DTYPES
 from tejit.kernels.gemm import Operand
 
 if TYPE_CHECKING:
@@ -354,6 +354,18 @@ class Quantizer(metaclass=compat.ValueMeta):
     def _check_nominal(self, dtype: torch.dtype) -> None:
         if dtype not in HIGH_PRECISION_DTYPES:
             raise TypeError(f"nominal dtype is {dtype}; it must be torch.float32, torch.bfloat16 or torch.float16")
+
+
+def checked_epsilon(value: Any) -> float:
+    """An ``amax_epsilon`` as a float.
+
+    Raises ``TypeError`` for what is no number, ``ValueError`` for one that is negative, NaN or beyond float32.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"amax_epsilon is {value!r}; it must be a number")
+    if not 0.0 <= value <= FLT_MAX:
+        raise ValueError(f"amax_epsilon is {value!r}; it must be 0 or more, and a finite float32")
+    return float(value)
 
 
 def _field_names(cls: type) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -123,9 +124,30 @@ class QuantizedTensorStorage:
         """Attributes that make up the object; everything else in ``__dict__`` was attached from outside."""
         return (*cls._INNER_TENSORS, *cls._STATE)
 
+    def _buffer_shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """``{attribute: (shape, dtype)}`` that each buffer has where it is there."""
+        raise NotImplementedError(f"{type(self).__name__} does not define _buffer_shapes")
+
     def _check_buffers(self) -> None:
-        """Raises ``pickle.UnpicklingError`` where the buffers do not fit the shape; formats say what fits."""
-        raise NotImplementedError(f"{type(self).__name__} does not define _check_buffers")
+        """Raises ``pickle.UnpicklingError`` where a buffer does not fit the logical shape."""
+        for name, (shape, dtype) in self._buffer_shapes().items():
+            buffer = getattr(self, name)
+            if buffer is not None and (tuple(buffer.shape) != shape or buffer.dtype != dtype):
+                raise pickle.UnpicklingError(
+                    f"{name} is {buffer.dtype} of shape {tuple(buffer.shape)}; a {type(self).__name__} of shape"
+                    f" {tuple(self.shape)} has {dtype} of shape {shape}"
+                )
+
+    def _unshare(self, inner: Inner) -> None:
+        """Take ``inner`` as buffers, copied where they were the buffers before.
+
+        They may be shared with another tensor (a Parameter made from this one, a detached alias) that keeps its
+        directions; a later write here would leave its other bytes behind.
+        """
+        before = self._inner()
+        for name, buffer in zip(self._INNER_TENSORS, inner, strict=True):
+            shared = buffer is not None and any(buffer is old for old in before)
+            setattr(self, name, buffer.clone() if shared and buffer is not None else buffer)
 
     # -- buffers ------------------------------------------------------------------------------------------
     def _inner(self) -> Inner:

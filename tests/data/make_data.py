@@ -3,11 +3,13 @@
     python tests/data/make_data.py GOLDEN.npz
 
 ``GOLDEN.npz`` is the record of what Transformer Engine 2.20.2's quantize kernels wrote on an H200; its
-``current.*`` cases go into ``te_fp8_current.npz`` (bfloat16 inputs are stored as int16).
+``current.*`` cases go into ``te_fp8_current.npz`` (bfloat16 inputs are stored as int16). Its ``b1d.*`` and
+``b2d.*`` cases, of the same inputs, go into ``te_fp8_block.npz``: scales in full, of the bytes their SHA-256.
 ``casts.npz`` holds, for every bfloat16 and float16 value, the FP8 byte that ml_dtypes gives after
 clamping to the format's maximum, with 0x7F for NaN.
 """
 
+import hashlib
 import pathlib
 import sys
 
@@ -22,6 +24,18 @@ def current_cases(path: str) -> dict[str, np.ndarray]:
     wanted = [key for key in golden.files if "/current." in key]
     inputs = {key.split("/")[0] + "/x" for key in wanted}
     return {key: golden[key] for key in sorted(inputs) + sorted(wanted)}
+
+
+def block_cases(path: str) -> dict[str, np.ndarray]:
+    golden = np.load(path)
+    found = {}
+    for key in sorted(golden.files):
+        if "/b1d." in key or "/b2d." in key:
+            value = golden[key]
+            if key.endswith(("/row", "/col")):
+                value = np.frombuffer(hashlib.sha256(value.tobytes()).digest(), np.uint8)
+            found[key] = value
+    return found
 
 
 def cast_tables() -> dict[str, np.ndarray]:
@@ -39,4 +53,5 @@ def cast_tables() -> dict[str, np.ndarray]:
 
 if __name__ == "__main__":
     np.savez_compressed(HERE / "te_fp8_current.npz", **current_cases(sys.argv[1]))
+    np.savez_compressed(HERE / "te_fp8_block.npz", **block_cases(sys.argv[1]))
     np.savez_compressed(HERE / "casts.npz", **cast_tables())

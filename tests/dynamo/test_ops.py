@@ -11,6 +11,7 @@ def arguments(device: str) -> list[tuple[str, tuple]]:
     x = torch.randn(6, 10, dtype=torch.bfloat16, device=device)
     one = torch.ones(1, device=device)
     out = [torch.zeros(size, dtype=torch.uint8, device=device) for size in ((6, 10), (10, 6))]
+    scales = [torch.zeros(size, device=device) for size in ((1, 8), (1, 12))]
     return [
         ("fp8_amax", (x,)),
         ("fp8_scale", (one, 0, True, 0.5)),
@@ -21,17 +22,24 @@ def arguments(device: str) -> list[tuple[str, tuple]]:
         ("fp8_quantize_current_out", (x, 1, True, 0.0, one, one * 0, None, out[1], one.clone())),
         ("fp8_make_empty", ([6, 10], True, True, torch.device(device), False)),
         ("fp8_make_empty", ([], True, False, torch.device(device), False)),
+        ("fp8_block_quantize", (x, 0, 1, True, True, False, 0.0)),
+        ("fp8_block_quantize", (x, 1, 2, True, False, True, 0.1)),
+        ("fp8_block_quantize", (x[:0], 1, 1, False, True, False, 0.0)),
+        ("fp8_block_quantize_out", (x, 0, 1, False, 0.0, one * 0, out[0], scales[0], out[1], scales[1])),
+        ("fp8_block_quantize_out", (x, 1, 1, True, 0.0, None, None, None, out[1], scales[1])),
+        ("fp8_block_make_empty", ([6, 10], 1, True, True, torch.device(device), False)),
+        ("fp8_block_make_empty", ([], 2, True, False, torch.device(device), False)),
     ]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("index", range(9))
+@pytest.mark.parametrize("index", range(16))
 def test_opcheck(index, device, need_kernels) -> None:
     need_kernels(device)
     name, values = arguments(device)[index]
     op = getattr(torch.ops.tejit, name).default
     utils = ["test_schema", "test_autograd_registration", "test_faketensor"]
-    if name != "fp8_make_empty":  # uninitialised outputs cannot be compared
+    if not name.endswith("make_empty"):  # uninitialised outputs cannot be compared
         utils.append("test_aot_dispatch_dynamic")
     opcheck(op, values, test_utils=utils)
     assert torch.Tag.pt2_compliant_tag in op.tags

@@ -7,7 +7,7 @@ from torch import nn
 
 import tejit
 from tejit import backend
-from tejit.recipe import Float8CurrentScaling, Format
+from tejit.recipe import Float8BlockScaling, Float8CurrentScaling, Format
 from tests.common import DEVICES, short
 
 torch._dynamo.config.cache_size_limit = 64
@@ -44,15 +44,16 @@ def close(got: torch.Tensor, want: torch.Tensor, exact: bool) -> bool:
 @pytest.mark.parametrize("how", ["kernels", "torch"])
 @pytest.mark.parametrize("where", ["context outside", "context inside"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=short)
+@pytest.mark.parametrize("make_recipe", [Float8CurrentScaling, Float8BlockScaling])
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
-def test_one_graph_and_eager_s_result(compiler, dtype, where, how, device, need_kernels) -> None:
+def test_one_graph_and_eager_s_result(compiler, make_recipe, dtype, where, how, device, need_kernels) -> None:
     """Ten steps with changing data and weights, batch sizes 4, 6, 10 marked dynamic."""
     if how == "kernels":
         need_kernels(device)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     module = model(dtype, device)
-    recipe = Float8CurrentScaling()
+    recipe = make_recipe()
 
     def inside(x):
         with tejit.autocast(recipe=recipe):

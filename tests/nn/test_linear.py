@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import tejit
-from tejit import Float8CurrentScalingQuantizer
-from tejit.recipe import Float8CurrentScaling, Format
+from tejit import Float8BlockQuantizer, Float8CurrentScalingQuantizer
+from tejit.recipe import Float8BlockScaling, Float8CurrentScaling, Format
 from tests.common import DEVICES, DTYPES, short
 
 #: Relative error (Frobenius) that FP8 with one scale may have on N(0,1) data: two operands, each rounded to
@@ -51,14 +51,15 @@ def test_without_autocast_it_is_nn_linear(dtype, device) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("make_recipe", [Float8CurrentScaling, Float8BlockScaling])
 @pytest.mark.parametrize("fp8_format", [Format.HYBRID, Format.E4M3], ids=lambda f: f.name)
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize(("i", "o", "lead"), [(64, 48, (32,)), (767, 61, (5, 7)), (40, 5461, (3,)), (1, 1, (2, 2, 2))])
-def test_error_of_each_product_is_that_of_the_format(i, o, lead, dtype, fp8_format, device) -> None:
+def test_error_of_each_product_is_that_of_the_format(i, o, lead, dtype, fp8_format, make_recipe, device) -> None:
     plain, ours = pair(i, o, True, dtype, device)
     x = torch.randn(*lead, i, device=device, dtype=dtype)
     grad = torch.randn(*lead, o, device=device, dtype=dtype)
-    with tejit.autocast(recipe=Float8CurrentScaling(fp8_format=fp8_format)):
+    with tejit.autocast(recipe=make_recipe(fp8_format=fp8_format)):
         got = run(ours, x, grad)
     want = run(plain, x, grad)
     for name in want:
@@ -85,7 +86,36 @@ def test_the_three_products_written_out() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_saved_for_backward_is_the_quantized_operand(device) -> None:
+def test_the_three_products_of_blocks_written_out(device) -> None:
+    """x and grad_output in 1x128, each along the dimension that is contracted, the weight in 128x128."""
+    _, layer = pair(200, 140, True, torch.float32, device)
+    x, grad = torch.randn(150, 200, device=device), torch.randn(150, 140, device=device)
+    with tejit.autocast(recipe=Float8BlockScaling()):
+        got = run(layer, x, grad)
+    vectors, squares = Float8BlockQuantizer(block_scaling_dim=1), Float8BlockQuantizer()
+
+    def values(quantizer: Float8BlockQuantizer, tensor: torch.Tensor) -> torch.Tensor:
+        return quantizer(tensor).dequantize().double()
+
+    rowwise, columnwise = vectors.with_usage(columnwise=False), vectors.with_usage(rowwise=False)
+    weight = values(squares, layer.weight.detach())
+    want = {
+        "y": values(rowwise, x) @ weight.t() + layer.bias.detach().double(),
+        "dgrad": values(rowwise, grad) @ weight,
+        "wgrad": values(columnwise, grad).t() @ values(columnwise, x),
+        "bias_grad": grad.sum(0),
+    }
+    tolerance = 1e-3 if device == "cuda" else 1e-5  # tensor cores keep fewer bits of a product
+    for name, value in want.items():
+        error = (got[name].double() - value).norm() / value.double().norm()
+        assert error < tolerance, f"{name}: {error}"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("recipe", "scales"), [(Float8CurrentScaling(), 2), (Float8BlockScaling(), 64 + 4)], ids=["current", "blocks"]
+)
+def test_saved_for_backward_is_the_quantized_operand(recipe, scales, device) -> None:
     layer = tejit.Linear(64, 96, device=device, dtype=torch.bfloat16)
     x = torch.randn(32, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
     saved = []
@@ -94,12 +124,12 @@ def test_saved_for_backward_is_the_quantized_operand(device) -> None:
         saved.append((tensor.dtype, tensor.numel()))
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), tejit.autocast():
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), tejit.autocast(recipe=recipe):
         y = layer(x)
-    assert sum(n * d.itemsize for d, n in saved) == 32 * 64 + 64 * 96 + 2 * 4
+    assert sum(n * d.itemsize for d, n in saved) == 32 * 64 + 64 * 96 + scales * 4
     assert all(dtype in (torch.uint8, torch.float32) for dtype, _ in saved)
     saved.clear()
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), tejit.autocast(), torch.no_grad():
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), tejit.autocast(recipe=recipe), torch.no_grad():
         layer(x)
     assert saved == []
     y.sum().backward()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tejit
-from tejit.recipe import Float8CurrentScaling, Format, current_recipe, default_recipe
+from tejit.recipe import Float8BlockScaling, Float8CurrentScaling, Format, current_recipe, default_recipe
 
 
 def test_recipes_are_values() -> None:
@@ -60,6 +60,37 @@ def test_every_switch_reaches_every_quantizer() -> None:
             assert getattr(Float8CurrentScaling(**{name: value}).linear, name) is value
 
 
+def test_block_scaling_is_a_value_and_refuses_nonsense() -> None:
+    recipe = Float8BlockScaling()
+    assert recipe == Float8BlockScaling()
+    assert recipe != Float8BlockScaling(x_block_scaling_dim=2)
+    assert pickle.loads(pickle.dumps(recipe)) == recipe
+    with pytest.raises(ValueError, match="E5M2 by E5M2"):
+        Float8BlockScaling(fp8_format=Format.E5M2)
+    with pytest.raises(ValueError, match="block_scaling_dim is 0"):
+        Float8BlockScaling(w_block_scaling_dim=0)
+    with pytest.raises(ValueError, match="amax_epsilon is -1"):
+        Float8BlockScaling(amax_epsilon=-1)
+
+
+def test_every_switch_of_block_scaling_reaches_its_quantizers() -> None:
+    plain, switched = (
+        Float8BlockScaling(),
+        Float8BlockScaling(Format.HYBRID, 2, 1, 2, force_pow_2_scales=False, amax_epsilon=0.25),
+    )
+    for recipe, dims, pow2, eps in ((plain, (1, 2, 1), True, 0.0), (switched, (2, 1, 2), False, 0.25)):
+        linear = recipe.linear
+        for variants, dim in zip((linear.input, linear.weight, linear.grad_output), dims, strict=True):
+            for quantizer in variants:
+                assert quantizer.block_scaling_dim == dim
+                assert quantizer.force_pow_2_scales is pow2
+                assert quantizer.amax_epsilon == eps
+                assert quantizer.internal
+    assert plain.linear.grad_output.both.fp8_dtype == torch.float8_e4m3fn
+    assert switched.linear.grad_output.both.fp8_dtype == torch.float8_e5m2
+    assert switched.linear.weight.both.fp8_dtype == torch.float8_e4m3fn
+
+
 def test_force_pow_2_scales_gives_powers_of_two() -> None:
     recipe = Float8CurrentScaling(force_pow_2_scales=True)
     scale_inv = recipe.linear.input.both.quantize(torch.randn(8, 8))._scale_inv
@@ -100,6 +131,9 @@ def test_availability_gives_the_reason() -> None:
     assert available is False
     assert "cpu" in reason
     assert tejit.is_fp8_available(device="cpu") is False
+    available, reason = tejit.is_fp8_block_scaling_available(return_reason=True, device="cpu")
+    assert available is False
+    assert "cpu" in reason
 
 
 @pytest.mark.gpu
@@ -107,6 +141,9 @@ def test_availability_on_the_gpu() -> None:
     native = torch.cuda.get_device_capability() >= (8, 9)
     assert tejit.is_fp8_available() is native
     assert tejit.is_fp8_available(return_reason=True)[1] == "" or not native
+    blocks, reason = tejit.is_fp8_block_scaling_available(return_reason=True)
+    assert blocks is (reason == "")
+    assert not blocks or torch.cuda.get_device_capability() == (9, 0)
 
 
 def test_one_context_in_two_threads_keeps_them_apart() -> None:

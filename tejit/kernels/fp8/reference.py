@@ -50,9 +50,12 @@ def scale(amax: Tensor, fp8: int, pow2: bool, eps: float) -> tuple[Tensor, Tenso
 
 
 def cast(x: Tensor, multiplier: Tensor, fp8: int) -> Tensor:
-    """``sat(float(x) * multiplier)`` as bytes (uint8) of ``x``'s shape; a NaN is ``ElementInfo.nan_byte``."""
+    """``sat(float(x) * multiplier)`` as bytes (uint8) of ``x``'s shape; a NaN is ``ElementInfo.nan_byte``.
+
+    ``multiplier`` broadcasts against ``x``.
+    """
     element = FP8_ELEMENTS[fp8]
-    scaled = x.to(torch.float32) * multiplier.reshape(())
+    scaled = x.to(torch.float32) * multiplier
     # What `.to(float8)` does beyond the largest value differs between torch releases: clamp first.
     codes = scaled.clamp(-element.max, element.max).to(element.dtype).view(torch.uint8)
     return torch.where(x == x, codes, torch.full_like(codes, element.nan_byte))
@@ -78,7 +81,7 @@ def quantize_current(
     if x.numel() == 0:
         # No element asks for a scale; 1 keeps a later product with this operand finite.
         multiplier, scale_inv = torch.ones_like(multiplier), torch.ones_like(scale_inv)
-    codes = cast(x.contiguous(), multiplier, fp8)
+    codes = cast(x.contiguous(), multiplier.reshape(()), fp8)
     absent = codes.new_empty((0,))
     return codes if data else absent, transpose_bytes(codes) if transpose else absent, scale_inv
 
@@ -95,16 +98,25 @@ def quantize_current_out(
     scale_inv: Tensor,
 ) -> None:
     fresh = quantize_current(x, fp8, data is not None, transpose is not None, pow2, eps, given_amax)
-    for old, new in zip((data, transpose, scale_inv), fresh, strict=True):
-        if old is not None:
+    write_unless((data, transpose, scale_inv), fresh, noop)
+
+
+def write_unless(old: tuple[Tensor | None, ...], new: tuple[Tensor, ...], noop: Tensor | None) -> None:
+    """Copy ``new`` into ``old`` (None: not wanted), except where ``noop`` is 1.0."""
+    for mine, fresh in zip(old, new, strict=True):
+        if mine is not None:
             # `where` rather than `if`: the flag is read on the device, so a captured graph obeys it too.
-            old.copy_(new if noop is None else torch.where(noop.reshape(()) == 1.0, old, new))
+            mine.copy_(fresh if noop is None else torch.where(noop.reshape(()) == 1.0, mine, fresh))
+
+
+def values_of(codes: Tensor, fp8: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The FP8 values of ``codes`` (uint8), exact in every ``dtype`` that holds them."""
+    return codes.view(FP8_ELEMENTS[fp8].dtype).to(dtype)
 
 
 def dequantize(codes: Tensor, scale_inv: Tensor, fp8: int, dtype: torch.dtype) -> Tensor:
     """``float(q) * scale_inv`` rounded once to ``dtype``; ``codes`` uint8 of any shape."""
-    values = codes.view(FP8_ELEMENTS[fp8].dtype).to(torch.float32)
-    return (values * scale_inv.reshape(())).to(dtype)
+    return (values_of(codes, fp8) * scale_inv.reshape(())).to(dtype)
 
 
 def make_empty(

@@ -1,0 +1,250 @@
+// Tiles of a matrix that become bytes, in the matrix' own order and transposed.
+//
+// A block moves tiles of kRows rows by kLanes vectors. A thread holds four rows of one vector in each step.
+// Of the bytes it makes of them it turns every 4x4 square in registers, and puts the words (four rows of one
+// column) into shared memory column by column; from there whole columns of the tile, kRows bytes long, go to
+// the transpose.
+#pragma once
+
+#include "common/element.cuh"
+
+namespace tejit {
+
+template <typename T, Store kStore>
+TEJIT_DEVICE void store_vector(u8* out, const u32 (&word)[T::kPerVector / 4]) {
+  if constexpr (T::kPerVector == 8) {
+    store8<kStore>(out, word[0], word[1]);
+  } else {
+    store4<kStore>(out, word[0]);
+  }
+}
+
+// Whether a whole vector of T's bytes can be written at once there (or nothing is written at all).
+template <typename T>
+TEJIT_DEVICE bool takes_vectors(const u8* out) {
+  return reinterpret_cast<u64>(out) % T::kPerVector == 0;
+}
+
+// kBand: how many rows of tiles are walked side by side, column of tiles by column of tiles.
+template <int kThreads_, int kRows_, int kLanes_, int kBand_, bool kDescending_,
+          Load kLoad_ = Load::kEvictFirst, Store kStore_ = Store::kStream>
+struct TilePlan {
+  static constexpr int kThreads = kThreads_;
+  static constexpr int kRows = kRows_;
+  static constexpr int kLanes = kLanes_;
+  static constexpr int kBand = kBand_;
+  static constexpr bool kDescending = kDescending_;
+  static constexpr Load kLoad = kLoad_;
+  static constexpr Store kStore = kStore_;
+};
+
+// Four words of four bytes, each a row of a square, into the square's columns.
+TEJIT_DEVICE void transpose_square(u32 (&w)[4]) {
+  const u32 a = permute(w[0], w[1], 0x5140), b = permute(w[2], w[3], 0x5140);
+  const u32 c = permute(w[0], w[1], 0x7362), d = permute(w[2], w[3], 0x7362);
+  w[0] = permute(a, b, 0x5410);
+  w[1] = permute(a, b, 0x7632);
+  w[2] = permute(c, d, 0x5410);
+  w[3] = permute(c, d, 0x7632);
+}
+
+// A tile, counted in tiles.
+struct Place {
+  u32 row, col;
+};
+
+// kWide: every address and both sizes allow whole vectors. Otherwise what can be wide is, the rest goes piece
+// by piece.
+template <typename T, typename Plan, bool kWide, typename Args>
+struct Tile {
+  static constexpr int kPer = T::kPerVector;
+  static constexpr int kCols = Plan::kLanes * kPer;  // columns of a tile
+  static constexpr int kQuads = Plan::kRows / 4;     // words of a column of a tile
+  static constexpr int kQuadStep =
+      Plan::kThreads / Plan::kLanes;  // quads that the block's threads cover at once
+  static constexpr int kSteps = kQuads / kQuadStep;
+  static constexpr int kTwist = 32 / Plan::kLanes;
+  static_assert(kQuads % 32 == 0, "the twist needs every column to start at bank 0");
+  static_assert(kQuads % kQuadStep == 0 && Plan::kThreads % 32 == 0 && 32 % Plan::kLanes == 0,
+                "whole warps and steps");
+
+  const Args& args;
+  const u32 tile_cols, tile_rows;
+  const u64 policy;
+  const int lane, quad;
+  uint4 v[kSteps][4];
+
+  TEJIT_DEVICE explicit Tile(const Args& a)
+      : args(a),
+        tile_cols(static_cast<u32>((a.cols + kCols - 1) / kCols)),
+        tile_rows(static_cast<u32>((a.rows + Plan::kRows - 1) / Plan::kRows)),
+        policy(Plan::kLoad == Load::kEvictFirst ? evict_first_policy() : 0),
+        lane(threadIdx.x % Plan::kLanes),
+        quad(threadIdx.x / Plan::kLanes) {}
+
+  // Below 2^32 for whatever fits a GPU, one row or one column included: a tile's sides are 64 at least.
+  TEJIT_DEVICE u32 tiles() const { return tile_cols * tile_rows; }
+
+  // Past the last tile: below the last row, so that loads and stores there do nothing.
+  TEJIT_DEVICE Place place(u32 t) const {
+    if (t >= tiles()) return {tile_rows, 0};
+    if (Plan::kDescending) t = tiles() - 1 - t;
+    if constexpr (Plan::kBand == 1) {
+      const u32 row = t / tile_cols;
+      return {row, t - row * tile_cols};
+    } else {
+      const u32 band = t / (tile_cols * Plan::kBand);
+      const u32 in_band = t - band * tile_cols * Plan::kBand;
+      const u32 left = tile_rows - band * Plan::kBand;
+      const u32 height = left < Plan::kBand ? left : Plan::kBand;
+      const u32 col = in_band / height;
+      return {band * Plan::kBand + (in_band - col * height), col};
+    }
+  }
+
+  TEJIT_DEVICE static i64 row0(Place p) { return static_cast<i64>(p.row) * Plan::kRows; }
+  TEJIT_DEVICE static i64 col0(Place p) { return static_cast<i64>(p.col) * kCols; }
+  TEJIT_DEVICE int rows_left(Place p) const { return clamp_left(args.rows - row0(p)); }
+  TEJIT_DEVICE int cols_left(Place p) const { return clamp_left(args.cols - col0(p)); }
+
+  // A thread's own elements: four rows from each of quads quad, quad + kQuadStep, ...; the columns of vector
+  // `lane`.
+  TEJIT_DEVICE i64 first_element(Place p) const {
+    return (row0(p) + quad * 4) * args.cols + col0(p) + lane * kPer;
+  }
+
+  TEJIT_DEVICE void load(Place p) {
+    const bool wide = kWide || (args.cols % kPer == 0 && reinterpret_cast<u64>(args.x) % 16 == 0);
+    const char* from = static_cast<const char*>(args.x) + first_element(p) * T::kBytes;
+    const i64 pitch = args.cols * T::kBytes;
+    const int cols = cols_left(p) - lane * kPer;
+    const int rows = cols > 0 ? rows_left(p) - quad * 4 : 0;
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        v[s][r] = make_uint4(0, 0, 0, 0);
+        if (s * kQuadStep * 4 + r < rows) {
+          const char* at = from + (s * kQuadStep * 4 + r) * pitch;
+          v[s][r] = wide ? load16<Plan::kLoad>(at, policy) : load_pieces(at, cols);
+        }
+      }
+    }
+  }
+
+  // The first `left` elements of a vector at an address of any alignment.
+  TEJIT_DEVICE static uint4 load_pieces(const char* p, int left) {
+    u32 w[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int i = 0; i < kPer; ++i) {
+      if (i < left) {
+        if constexpr (T::kBytes == 4) {
+          w[i] = load4(p + 4 * i);
+        } else {
+          w[i / 2] |= static_cast<u32>(load2(p + 2 * i)) << (16 * (i % 2));
+        }
+      }
+    }
+    return make_uint4(w[0], w[1], w[2], w[3]);
+  }
+
+  // Word q of a column lies at q ^ twist: then neither the threads that write (one word each, 32 / kLanes
+  // quads of kLanes vectors) nor those that read (16 bytes each, along a column) meet in a bank.
+  TEJIT_DEVICE static int twist(int column) { return (column / kPer) * kTwist; }
+
+  // The bytes of a thread's row r of step s, to x's own order.
+  TEJIT_DEVICE void store_row(u8* to, int s, int r, const u32 (&word)[kPer / 4], int rows, int cols,
+                              bool wide) const {
+    if (s * kQuadStep * 4 + r >= rows) return;
+    u8* at = to + (s * kQuadStep * 4 + r) * args.cols;
+    if (wide) {
+      store_vector<T, Plan::kStore>(at, word);
+    } else {
+      store_pieces(at, word, cols);
+    }
+  }
+
+  // Four rows' bytes of step s to the columns of the buffer.
+  TEJIT_DEVICE void put_squares(u32* buffer, int s, const u32 (&word)[4][kPer / 4]) const {
+    const int q = s * kQuadStep + quad;
+#pragma unroll
+    for (int h = 0; h < kPer / 4; ++h) {
+      u32 square[4] = {word[0][h], word[1][h], word[2][h], word[3][h]};
+      transpose_square(square);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        buffer[(lane * kPer + h * 4 + j) * kQuads + (q ^ (lane * kTwist))] = square[j];
+      }
+    }
+  }
+
+  TEJIT_DEVICE static void store_pieces(u8* out, const u32 (&word)[kPer / 4], int left) {
+#pragma unroll
+    for (int i = 0; i < kPer; ++i) {
+      if (i < left) out[i] = static_cast<u8>(word[i / 4] >> (8 * (i % 4)));
+    }
+  }
+
+  // Columns of the tile to rows of the transpose, kUnit bytes a thread: neighbours in a warp write
+  // neighbouring bytes.
+  template <int kUnit>
+  TEJIT_DEVICE void store_columns(Place p, const u32* buffer) const {
+    constexpr int kUnits = Plan::kRows / kUnit;           // units of a column
+    constexpr int kColumnStep = Plan::kThreads / kUnits;  // columns that the block's threads cover at once
+    static_assert(Plan::kThreads % kUnits == 0 && kCols % kColumnStep == 0, "whole columns and steps");
+    const int unit = threadIdx.x % kUnits;
+    const int start = threadIdx.x / kUnits;
+    if (unit * kUnit >= rows_left(p)) return;
+    const int cols = cols_left(p);
+    u8* to = args.col + (col0(p) + start) * args.rows + row0(p) + unit * kUnit;
+#pragma unroll 4
+    for (int i = 0; i < kCols; i += kColumnStep) {
+      const int column = start + i;
+      const int by = twist(column);
+      const u32* from = buffer + column * kQuads;
+      u8* at = to + i * args.rows;
+      // Read in any case, so that several reads of shared memory are under way before the first store.
+      if constexpr (kUnit == 16) {
+        const uint4 w = *reinterpret_cast<const uint4*>(from + 4 * (unit ^ (by >> 2)));
+        if (column < cols) store16<Plan::kStore>(at, kTwist < 4 ? untwist(w, by & 3) : w);
+      } else if constexpr (kUnit == 4) {
+        const u32 w = from[unit ^ by];
+        if (column < cols) store4<Plan::kStore>(at, w);
+      } else {
+        const u32 w = from[(unit / 4) ^ by];
+        if (column < cols) *at = static_cast<u8>(w >> (8 * (unit % 4)));
+      }
+    }
+  }
+
+  TEJIT_DEVICE static uint4 untwist(uint4 w, int by) {
+    if (by & 1) w = make_uint4(w.y, w.x, w.w, w.z);
+    if (by & 2) w = make_uint4(w.z, w.w, w.x, w.y);
+    return w;
+  }
+
+  // As wide as addresses and sizes allow.
+  TEJIT_DEVICE void store_transpose(Place p, const u32* buffer, u64 col_bits) const {
+    if (kWide || col_bits % 16 == 0) {
+      store_columns<16>(p, buffer);
+    } else if (col_bits % 4 == 0) {
+      store_columns<4>(p, buffer);
+    } else {
+      store_columns<1>(p, buffer);
+    }
+  }
+
+  TEJIT_DEVICE u64 col_alignment() const {
+    return reinterpret_cast<u64>(args.col) | static_cast<u64>(args.rows);
+  }
+};
+
+// Whether a whole tile can move in whole vectors.
+template <typename T, typename Args>
+TEJIT_DEVICE bool all_wide(const Args& args) {
+  return args.cols % T::kPerVector == 0 && (args.col == nullptr || args.rows % 16 == 0) &&
+         reinterpret_cast<u64>(args.x) % 16 == 0 && reinterpret_cast<u64>(args.col) % 16 == 0 &&
+         takes_vectors<T>(args.row);
+}
+
+}  // namespace tejit
