@@ -21,10 +21,11 @@ struct BlockArgs {
   long long row_pitch;
   long long col_pitch;
   float eps;
+  float limit;  // replaces a scale that overflows: the largest value of the op's input dtype
   int pow2;
 };
 
-static_assert(sizeof(BlockArgs) == 88, "host and device compilers must lay it out alike");
+static_assert(sizeof(BlockArgs) == 96, "host and device compilers must lay it out alike");
 
 // Threads of a block, and how many blocks a multiprocessor holds, by the size of x's elements: a thread holds
 // twice as many registers of float32.

@@ -153,7 +153,10 @@ inline void quantize_on_cuda(const Tensor& x, int dtype, int dim, const fp8::Sca
                              const Outputs& out) {
   if (x.numel() == 0 || (out.row == nullptr && out.col == nullptr)) return;
   const Launcher launch(device_of(x).index);
-  const Tensor values = as_contiguous(x);
+  // float16 is exact in float32, whose kernels serve it: kernels of its own would cost every first import
+  // more than they save the few who train in it.
+  const bool half = dtype == static_cast<int>(cpu::In::f16);
+  const Tensor values = as_contiguous(half ? torch::stable::to(x, torch::headeronly::ScalarType::Float) : x);
   const Matrix m = matrix_of(shape_of(x));
   const BlockArgs args = {values.const_data_ptr(),
                           out.row,
@@ -166,8 +169,9 @@ inline void quantize_on_cuda(const Tensor& x, int dtype, int dim, const fp8::Sca
                           scale_shape(m.rows, m.cols, dim)[1],
                           scale_shape(m.cols, m.rows, dim)[1],
                           s.eps,
+                          kLargest[dtype],
                           s.pow2};
-  launch_blocks(launch, args, dim, dtype, s.fp8);
+  launch_blocks(launch, args, dim, dtype == static_cast<int>(cpu::In::bf16), s.fp8);
 }
 
 inline Four quantize_cuda(const Tensor& x, std::int64_t fp8, std::int64_t dim, bool rowwise, bool columnwise,

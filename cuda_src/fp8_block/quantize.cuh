@@ -51,7 +51,7 @@ struct BlockCast : Tile<T, Plan, kWide, BlockArgs> {
   TEJIT_DEVICE explicit BlockCast(const BlockArgs& a) : Base(a) {}
 
   TEJIT_DEVICE float scale_of(float amax) const {
-    return fp8::scale_from_amax(amax, fp8::Traits<kFormat>::kMax, args.pow2 != 0, args.eps, T::kLargest);
+    return fp8::scale_from_amax(amax, fp8::Traits<kFormat>::kMax, args.pow2 != 0, args.eps, args.limit);
   }
 
   // Of a line of scales, entry i where the matrix has such a block, and zeros behind the last one.
@@ -278,6 +278,13 @@ struct Shared<T, kThreads, 2, true> {
   u32 maxima[2][32];
 };
 
+// Whether kernels of an input type have a path without edges. It doubles the compiler's work on them, so only
+// what training mostly runs has one; the other path takes whole vectors too, and asks for each.
+template <typename T>
+inline constexpr bool kHasWidePath = false;
+template <>
+inline constexpr bool kHasWidePath<BF16> = true;
+
 // kDim: 1 for 1x128 and 128x1, 2 for 128x128.
 template <typename T, Format kFormat, typename Plan, int kDim, bool kTranspose>
 TEJIT_DEVICE void quantize_blocks(const BlockArgs& args) {
@@ -294,11 +301,10 @@ TEJIT_DEVICE void quantize_blocks(const BlockArgs& args) {
       cast.squares(nullptr, memory.maxima);
     }
   };
-  if (all_wide<T>(args)) {
-    run(BlockCast<T, kFormat, Plan, kTranspose, true>(args));
-  } else {
-    run(BlockCast<T, kFormat, Plan, kTranspose, false>(args));
+  if constexpr (kFormat == fp8::kE4M3 && kHasWidePath<T>) {
+    if (all_wide<T>(args)) return run(BlockCast<T, kFormat, Plan, kTranspose, true>(args));
   }
+  run(BlockCast<T, kFormat, Plan, kTranspose, false>(args));
 }
 
 }  // namespace fp8_block

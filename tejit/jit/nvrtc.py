@@ -76,6 +76,8 @@ def options(part: Part, source: str) -> list[str]:
     return [
         f"--gpu-architecture=sm_{part.arch}",
         "--device-as-default-execution-space",
+        # A part is one unit: optimise its functions on all processors.
+        "--split-compile=0",
         *shared,
         *_AS_LOAD_INLINE,
         f"--include-path={source}",
