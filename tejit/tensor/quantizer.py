@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,11 +13,9 @@ from tejit import device as hardware
 from tejit.format_info import FLT_MAX, HIGH_PRECISION_DTYPES
 from tejit.kernels.gemm import Operand
 
-if TYPE_CHECKING:
-    from tejit.tensor.storage import QuantizedTensorStorage
-
 Self = TypeVar("Self", bound="Quantizer")
 Inner = tuple[Tensor | None, ...]
+Storage = Any  # a storage or quantized tensor; their room stands on this one, so its name cannot be imported here
 
 
 class Quantizer(metaclass=compat.ValueMeta):
@@ -157,9 +155,7 @@ class Quantizer(metaclass=compat.ValueMeta):
         """The buffers of quantized ``x`` as plain tensors, in the storage's order, None for an absent one."""
         raise NotImplementedError(f"{type(self).__name__} does not define quantize_inner")
 
-    def _quantize_into(
-        self, x: Tensor, dst: QuantizedTensorStorage, noop_flag: Tensor | None, amax_reduction_group: Any
-    ) -> None:
+    def _quantize_into(self, x: Tensor, dst: Storage, noop_flag: Tensor | None, amax_reduction_group: Any) -> None:
         raise NotImplementedError(f"{type(self).__name__} does not define _quantize_into")
 
     def _allocate(self, shape: tuple[int, ...], device: torch.device, pin_memory: bool) -> Inner:
@@ -190,7 +186,7 @@ class Quantizer(metaclass=compat.ValueMeta):
         self,
         x: Tensor,
         *,
-        out: QuantizedTensorStorage | None = None,
+        out: Storage | None = None,
         dtype: torch.dtype | None = None,
         noop_flag: Tensor | None = None,
         amax_reduction_group: Any = None,
@@ -233,11 +229,11 @@ class Quantizer(metaclass=compat.ValueMeta):
     def update_quantized(
         self,
         src: Tensor,
-        dst: QuantizedTensorStorage,
+        dst: Storage,
         *,
         noop_flag: Tensor | None = None,
         amax_reduction_group: Any = None,
-    ) -> QuantizedTensorStorage:
+    ) -> Storage:
         """Quantize ``src`` into ``dst`` (a storage or tensor of this format and shape), in place; returns ``dst``.
 
         ``dst`` keeps its nominal dtype and gets what this quantizer produces for the buffers it has.
@@ -263,7 +259,7 @@ class Quantizer(metaclass=compat.ValueMeta):
     def _write(
         self,
         src: Tensor,
-        dst: QuantizedTensorStorage,
+        dst: Storage,
         noop_flag: Tensor | None = None,
         amax_reduction_group: Any = None,
     ) -> None:
