@@ -17,7 +17,6 @@ class ElementInfo:
         dtype: torch's dtype of the same bits.
         max: the largest finite value; casts saturate to it.
         nan_byte: the byte written for a NaN, whatever its sign.
-        bits: size of one element.
     """
 
     name: str
@@ -25,7 +24,6 @@ class ElementInfo:
     dtype: torch.dtype
     max: float
     nan_byte: int
-    bits: int
 
 
 @dataclass(frozen=True)
@@ -49,8 +47,8 @@ class FormatInfo:
     scale_alignment: int = 1
 
 
-E4M3 = ElementInfo("E4M3", code=0, dtype=torch.float8_e4m3fn, max=448.0, nan_byte=0x7F, bits=8)
-E5M2 = ElementInfo("E5M2", code=1, dtype=torch.float8_e5m2, max=57344.0, nan_byte=0x7F, bits=8)
+E4M3 = ElementInfo("E4M3", code=0, dtype=torch.float8_e4m3fn, max=448.0, nan_byte=0x7F)
+E5M2 = ElementInfo("E5M2", code=1, dtype=torch.float8_e5m2, max=57344.0, nan_byte=0x7F)
 
 FP8_ELEMENTS: tuple[ElementInfo, ...] = (E4M3, E5M2)
 FP8_TENSOR = FormatInfo("FP8", FP8_ELEMENTS, block=None, scale_dtype=torch.float32, alignment=1)

@@ -189,7 +189,6 @@ class Float8TensorStorage(QuantizedTensorStorage):
     _data: Annotated[Tensor | None, InnerTensor("data")]
     _transpose: Annotated[Tensor | None, InnerTensor("data_transpose")]
     _scale_inv: Annotated[Tensor | None, InnerTensor("fp8_scale_inv")]
-    _OTHER_KEYWORDS = ("fp8_dtype", "quantizer", "fake_dtype")
     _STATE = (*QuantizedTensorStorage._STATE, "_fp8_dtype")
 
     _fp8_dtype: torch.dtype

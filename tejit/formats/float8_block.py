@@ -208,7 +208,6 @@ class Float8BlockwiseQTensorStorage(QuantizedTensorStorage):
     _rowwise_scale_inv: Annotated[Tensor | None, InnerTensor("rowwise_scale_inv")]
     _columnwise_data: Annotated[Tensor | None, InnerTensor("columnwise_data")]
     _columnwise_scale_inv: Annotated[Tensor | None, InnerTensor("columnwise_scale_inv")]
-    _OTHER_KEYWORDS = ("fp8_dtype", "quantizer", "is_2D_scaled", "fake_dtype")
     _STATE = (*QuantizedTensorStorage._STATE, "_fp8_dtype", "_is_2D_scaled")
 
     _fp8_dtype: torch.dtype

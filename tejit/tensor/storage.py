@@ -19,14 +19,12 @@ Self = TypeVar("Self", bound="QuantizedTensorStorage")
 class QuantizedTensorStorage:
     """Base of all storages, and (behind ``QuantizedTensor``) of all quantized tensors.
 
-    A subclass declares its buffers as ``InnerTensor`` fields and lists its other constructor keywords in
-    ``_OTHER_KEYWORDS``; both together are its whole state.
+    A subclass declares its buffers as ``InnerTensor`` fields and gives its other constructor keywords by
+    ``_nontensor_kwargs``; both together are what it is made from.
     """
 
     #: ``{attribute: constructor keyword}`` of the buffers, in order; collected when the class is made.
     _INNER_TENSORS: ClassVar[dict[str, str]] = {}
-    #: Constructor keywords that are not tensors.
-    _OTHER_KEYWORDS: ClassVar[tuple[str, ...]] = ("quantizer", "fake_dtype")
 
     #: Attributes beside the buffers that make up the object.
     _STATE: ClassVar[tuple[str, ...]] = ("_quantizer", "_dtype", "_shares_scale", "_known_shape", "_known_device")
@@ -45,7 +43,7 @@ class QuantizedTensorStorage:
 
     # -- what a format defines ----------------------------------------------------------------------------
     def _nontensor_kwargs(self) -> dict[str, Any]:
-        """The values of ``_OTHER_KEYWORDS``."""
+        """The constructor keywords that are not tensors, with their values."""
         return {"quantizer": self._quantizer, "fake_dtype": self._dtype}
 
     def _dequantize(self, dtype: torch.dtype) -> Tensor:
