@@ -31,6 +31,10 @@ class Operand(NamedTuple):
         fp8: ``ElementInfo.code`` of the element type.
         block_dim: 0 for one factor, 1 for one in each 1x128, 2 for one in each 128x128.
         pow2_scales: all factors of blocks are powers of two.
+        kind: ``fp8``, ``mxfp8``, ``nvfp4`` or ``plain`` (``codes`` are then the values themselves).
+        amax: NVFP4's, ``(1,)`` or ``(rows,)``.
+        e4m3_max: NVFP4's largest scale.
+        swizzled: the scales lie in the GEMM's own order (``kernels.swizzle``).
     """
 
     codes: Tensor
@@ -38,6 +42,10 @@ class Operand(NamedTuple):
     fp8: int
     block_dim: int = 0
     pow2_scales: bool = False
+    kind: str = "fp8"
+    amax: Tensor | None = None
+    e4m3_max: int = 448
+    swizzled: bool = False
 
 
 def gemm(
