@@ -170,28 +170,29 @@ inline void quantize_on_cuda(const Tensor& x, int dtype, const Scaling& s, const
   const Launcher launch(device.index);
   const Tensor values = as_contiguous(x);
   const Matrix m = matrix_of(shape_of(x));
-  CastArgs args = {values.const_data_ptr(),
-                   out.row,
-                   out.col,
-                   nullptr,
-                   out.scale_inv,
-                   noop,
-                   m.rows,
-                   m.cols,
-                   0,
-                   s.pow2,
-                   s.eps};
+  CastArgs args = {};
+  args.x = values.const_data_ptr();
+  args.row = out.row;
+  args.col = out.col;
+  args.scale_inv = out.scale_inv;
+  args.noop = noop;
+  args.rows = m.rows;
+  args.cols = m.cols;
+  args.pow2 = s.pow2;
+  args.eps = s.eps;
+  args.half = is_half(dtype);
+  args.fp8 = s.fp8;
   // No elements: no maxima to reduce and nothing to cast, which leaves a scale of 1 (eps must not change
   // that).
   if (x.numel() == 0) {
     args.eps = 0.0f;
-    return launch_cast(launch, args, dtype, s.fp8, false);
+    return launch_cast(launch, args, dtype, false);
   }
   MaybeTensor partial;  // freed after the launches, which is in the stream's order
   if (!amax) partial = launch_amax(launch, values, dtype, device, noop);
   args.amax = pointer_to<const float>(amax ? amax : partial);
   args.amax_count = amax ? 1 : static_cast<int>(partial->numel());
-  launch_cast(launch, args, dtype, s.fp8, !amax);
+  launch_cast(launch, args, dtype, !amax);
 }
 
 inline Three quantize_cuda(const Tensor& x, std::int64_t fp8, bool data, bool transpose, bool pow2,
