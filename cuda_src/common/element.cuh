@@ -30,11 +30,13 @@ struct BF16 {
   // What was loaded or copied, as the other functions take it.
   TEJIT_DEVICE static uint4 settled(uint4 v) { return v; }
 
-  // Elements one by one: kPerVector steps put as many into a vector, in their order, a 0 for one that is not
-  // `there`. Such a vector is settled.
-  TEJIT_DEVICE static uint4 push(uint4 v, const void* x, i64 i, bool there) {
+  // Elements one by one: a word with one of them, and kPerVector of these pushed into a settled vector, in their
+  // order.
+  TEJIT_DEVICE static u32 load_word(const void* x, i64 i) { return load2(static_cast<const u16*>(x) + i); }
+
+  TEJIT_DEVICE static uint4 push(uint4 v, u32 word) {
     return make_uint4(permute(v.x, v.y, 0x5432), permute(v.y, v.z, 0x5432), permute(v.z, v.w, 0x5432),
-                      permute(v.w, there ? load_word(x, i) : 0, 0x5432));
+                      permute(v.w, word, 0x5432));
   }
 
   TEJIT_DEVICE static void widen(uint4 v, float (&f)[kPerVector]) {
@@ -65,8 +67,6 @@ struct BF16 {
   }
 
  private:
-  TEJIT_DEVICE static u32 load_word(const void* x, i64 i) { return load2(static_cast<const u16*>(x) + i); }
-
   TEJIT_DEVICE static void pair(u32 w, float& lo, float& hi) {
     lo = __uint_as_float(w << 16);
     hi = __uint_as_float(w & 0xffff0000u);
@@ -104,9 +104,9 @@ struct Any {
     return make_uint4(wide(v.x & 0xffffu), wide(v.x >> 16), wide(v.y & 0xffffu), wide(v.y >> 16));
   }
 
-  TEJIT_DEVICE uint4 push(uint4 v, const void* x, i64 i, bool there) const {
-    return make_uint4(v.y, v.z, v.w, there ? __float_as_uint(load(x, i)) : 0);
-  }
+  TEJIT_DEVICE u32 load_word(const void* x, i64 i) const { return __float_as_uint(load(x, i)); }
+
+  TEJIT_DEVICE static uint4 push(uint4 v, u32 word) { return make_uint4(v.y, v.z, v.w, word); }
 
   TEJIT_DEVICE static void widen(uint4 v, float (&f)[kPerVector]) {
     f[0] = __uint_as_float(v.x);

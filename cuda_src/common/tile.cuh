@@ -29,15 +29,11 @@ TEJIT_DEVICE bool takes_vectors(const u8* out) {
 // or before, into registers of their own or into shared memory, so that memory always has work to do.
 enum class Ahead { kAfter, kRegisters, kShared };
 
-// kBand: how many rows of tiles are walked side by side, column of tiles by column of tiles.
-template <int kThreads_, int kRows_, int kLanes_, int kBand_, bool kDescending_, Ahead kAhead_ = Ahead::kAfter,
-          Load kLoad_ = Load::kEvictFirst, Store kStore_ = Store::kStream>
+template <int kThreads_, int kRows_, int kLanes_, Ahead kAhead_ = Ahead::kAfter, Load kLoad_ = Load::kEvictFirst, Store kStore_ = Store::kStream>
 struct TilePlan {
   static constexpr int kThreads = kThreads_;
   static constexpr int kRows = kRows_;
   static constexpr int kLanes = kLanes_;
-  static constexpr int kBand = kBand_;
-  static constexpr bool kDescending = kDescending_;
   static constexpr Ahead kAhead = kAhead_;
   static constexpr Load kLoad = kLoad_;
   static constexpr Store kStore = kStore_;
@@ -93,24 +89,20 @@ struct Tile {
         wide_x(a.cols % kPer == 0 && reinterpret_cast<u64>(a.x) % (kPer * type.bytes()) == 0),
         wide_row(a.cols % kPer == 0 && takes_vectors<T>(a.row)) {}
 
-  // Below 2^32 for whatever fits a GPU, one row or one column included: a tile's sides are 64 at least.
-  TEJIT_DEVICE u32 tiles() const { return tile_cols * tile_rows; }
-
-  // Past the last tile: below the last row, so that loads and stores there do nothing.
   TEJIT_DEVICE Place place(u32 t) const {
-    if (t >= tiles()) return {tile_rows, 0};
-    if (Plan::kDescending) t = tiles() - 1 - t;
-    if constexpr (Plan::kBand == 1) {
-      const u32 row = t / tile_cols;
-      return {row, t - row * tile_cols};
-    } else {
-      const u32 band = t / (tile_cols * Plan::kBand);
-      const u32 in_band = t - band * tile_cols * Plan::kBand;
-      const u32 left = tile_rows - band * Plan::kBand;
-      const u32 height = left < Plan::kBand ? left : Plan::kBand;
-      const u32 col = in_band / height;
-      return {band * Plan::kBand + (in_band - col * height), col};
+    const u32 row = t / tile_cols;
+    return {row, t - row * tile_cols};
+  }
+
+  // The tile that lies `step` tiles further on, row by row. Past the last one loads and stores do nothing.
+  TEJIT_DEVICE Place after(Place p, Place step) const {
+    p.row += step.row;
+    p.col += step.col;
+    if (p.col >= tile_cols) {
+      p.col -= tile_cols;
+      ++p.row;
     }
+    return p;
   }
 
   TEJIT_DEVICE static i64 row0(Place p) { return static_cast<i64>(p.row) * Plan::kRows; }
@@ -158,9 +150,12 @@ struct Tile {
 #pragma unroll 1
       for (int i = 0; i < kPer; ++i) {
         const int there = i < cols ? rows : 0;
+        u32 word[kSteps][4];  // loaded all before the first is used
         each_vector([&](int s, int r, int row) {
-          to[s][r] = type.push(to[s][r], from + row * pitch, i, row < there);
+          word[s][r] = 0;
+          if (row < there) word[s][r] = type.load_word(from + row * pitch, i);
         });
+        each_vector([&](int s, int r, int) { to[s][r] = T::push(to[s][r], word[s][r]); });
       }
     }
   }
@@ -227,25 +222,15 @@ struct Tile {
   // quads of kLanes vectors) nor those that read (16 bytes each, along a column) meet in a bank.
   TEJIT_DEVICE static int twist(int column) { return (column / kPer) * kTwist; }
 
-  // The bytes of a thread's four rows of step s, to x's own order. `rows` of them, counted from the thread's
-  // first row on, are to be written.
-  TEJIT_DEVICE void store_rows(u8* to, int s, const u32 (&word)[4][kPer / 4], int rows, int cols) const {
-    if (wide_row) {
-#pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        const int row = s * kQuadStep * 4 + r;
-        if (row < rows) store_vector<T, Plan::kStore>(to + row * args.cols, word[r]);
-      }
-      return;
-    }
+  // The bytes of a thread's row r of step s, to x's own order. `rows`, counted from the thread's first, are to be
+  // written.
+  TEJIT_DEVICE void store_row(u8* to, int s, int r, const u32 (&word)[kPer / 4], int rows, int cols) const {
+    const int row = s * kQuadStep * 4 + r;
+    if (row >= rows) return;
+    u8* at = to + row * args.cols;
+    if (wide_row) return store_vector<T, Plan::kStore>(at, word);
 #pragma unroll 1
-    for (int i = 0; i < kPer && i < cols; ++i) {
-#pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        const int row = s * kQuadStep * 4 + r;
-        if (row < rows) to[row * args.cols + i] = static_cast<u8>(permute(word[r][0], word[r][kPer / 4 - 1], i));
-      }
-    }
+    for (int i = 0; i < kPer && i < cols; ++i) at[i] = static_cast<u8>(permute(word[0], word[kPer / 4 - 1], i));
   }
 
   // Four rows' bytes of step s to the columns of the buffer.

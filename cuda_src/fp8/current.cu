@@ -8,7 +8,7 @@ namespace fp8 {
 
 using AmaxFill = AmaxPlan<AmaxShape::kThreads, AmaxShape::kVectors, true>;
 using CastFill = CastPlan<CastShape::kThreads, CastShape::kVectors, false>;
-using TileFill = TilePlan<TileShape::kThreads, TileShape::kRows, TileShape::kLanes, 1, false>;
+using TileFill = TilePlan<TileShape::kThreads, TileShape::kRows, TileShape::kLanes>;
 
 }  // namespace fp8
 }  // namespace tejit

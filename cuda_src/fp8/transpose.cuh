@@ -29,24 +29,26 @@ struct TileCast : Tile<T, Plan, CastArgs> {
     for (int s = 0; s < Base::kSteps; ++s) {
       u32 word[4][kPer / 4];
 #pragma unroll
-      for (int r = 0; r < 4; ++r) encode_vector<T>(v[s][r], scale, args.fp8 != 0, word[r]);
-      this->store_rows(to, s, word, rows, cols);
+      for (int r = 0; r < 4; ++r) {
+        encode_vector<T>(v[s][r], scale, args.fp8 != 0, word[r]);
+        this->store_row(to, s, r, word[r], rows, cols);
+      }
       this->put_squares(buffer, s, word);
     }
   }
 
   TEJIT_DEVICE void run(u32 (*buffers)[Base::kCols * Base::kQuads]) {
     const u64 col_bits = this->col_alignment();
-    u32 t = blockIdx.x, m = 0;
-    Place here = this->place(t);
+    const Place step = this->place(gridDim.x);
+    Place here = this->place(blockIdx.x);
+    u32 m = 0;
     this->load(here, v);
     const float scale = scale_of_block<Plan::kThreads>(args);
-    for (int turn = 0; t < this->tiles(); turn ^= 1) {
+    for (int turn = 0; here.row < this->tile_rows; turn ^= 1) {
       u32* buffer = buffers[turn];
       this->settle();
       this->each_vector([&](int s, int r, int) { m = T::amax_step(m, v[s][r]); });
-      t += gridDim.x;
-      const Place next = this->place(t);
+      const Place next = this->after(here, step);
       this->load_ahead(next);
       convert(here, scale, buffer);
       this->load_after(next);

@@ -16,7 +16,7 @@ namespace fp8_block {
 
 template <typename T, int kThreads_, Ahead kAhead_ = Ahead::kAfter, Load kLoad_ = Load::kEvictFirst,
           Store kStore_ = Store::kStream>
-struct BlockPlan : TilePlan<kThreads_, kBlock, kBlock / T::kPerVector, 1, false, kAhead_, kLoad_, kStore_> {
+struct BlockPlan : TilePlan<kThreads_, kBlock, kBlock / T::kPerVector, kAhead_, kLoad_, kStore_> {
   // One tile as it lies in memory.
   TEJIT_DEVICE static uint4* stage() {
     __shared__ uint4 memory[kBlock * kBlock / T::kPerVector];
@@ -83,8 +83,10 @@ struct BlockCast : Tile<T, Plan, BlockArgs> {
     for (int s = 0; s < kSteps; ++s) {
       u32 word[4][kPer / 4];
 #pragma unroll
-      for (int r = 0; r < 4; ++r) fp8::encode_vector<T>(v[s][r], scale, args.fp8 != 0, word[r]);
-      this->store_rows(to, s, word, rows, cols);
+      for (int r = 0; r < 4; ++r) {
+        fp8::encode_vector<T>(v[s][r], scale, args.fp8 != 0, word[r]);
+        this->store_row(to, s, r, word[r], rows, cols);
+      }
       if constexpr (kTranspose) this->put_squares(codes, s, word);
     }
   }
@@ -92,16 +94,15 @@ struct BlockCast : Tile<T, Plan, BlockArgs> {
   // Two sets of words for the maxima: a warp may be a tile ahead of another that still reads.
   TEJIT_DEVICE void squares(u32* codes, u32 (*maxima)[32]) {
     const u64 col_bits = this->col_alignment();
-    u32 t = blockIdx.x;
-    Place here = this->place(t);
+    const Place step = this->place(gridDim.x);
+    Place here = this->place(blockIdx.x);
     this->load(here, v);
-    for (int turn = 0; t < this->tiles(); turn ^= 1) {
+    for (int turn = 0; here.row < this->tile_rows; turn ^= 1) {
       u32 m = 0;
       this->settle();
       this->each_vector([&](int s, int r, int) { m = T::amax_step(m, v[s][r]); });
       const float scale = scale_of(block_max<Plan::kThreads>(T::amax_result(m), maxima[turn]));
-      t += gridDim.x;
-      const Place next = this->place(t);
+      const Place next = this->after(here, step);
       this->load_ahead(next);
       if (threadIdx.x < 4) put_square_scale(here, scale);
       convert_square(here, scale, codes);
@@ -197,9 +198,10 @@ struct BlockCast : Tile<T, Plan, BlockArgs> {
       u32 word[4][kPer / 4];
       if (args.row != nullptr) {
 #pragma unroll
-        for (int r = 0; r < 4; ++r)
+        for (int r = 0; r < 4; ++r) {
           fp8::encode_vector<T>(v[s][r], __shfl_sync(kAll, row_scales[s], r, 4), e5m2, word[r]);
-        this->store_rows(to, s, word, rows, cols);
+          this->store_row(to, s, r, word[r], rows, cols);
+        }
       }
       if constexpr (kTranspose) {
 #pragma unroll
@@ -211,10 +213,10 @@ struct BlockCast : Tile<T, Plan, BlockArgs> {
 
   TEJIT_DEVICE void vectors(u32* codes, u32* maxima, float* scales) {
     const u64 col_bits = this->col_alignment();
-    u32 t = blockIdx.x;
-    Place here = this->place(t);
+    const Place step = this->place(gridDim.x);
+    Place here = this->place(blockIdx.x);
     this->load(here, v);
-    while (t < this->tiles()) {
+    while (here.row < this->tile_rows) {
       this->settle();
       if constexpr (kTranspose) {
         column_maxima(maxima);
@@ -228,8 +230,7 @@ struct BlockCast : Tile<T, Plan, BlockArgs> {
       }
       if constexpr (kTranspose) __syncthreads();
       convert_vectors(here, row_scales, scales, codes);
-      t += gridDim.x;
-      const Place next = this->place(t);
+      const Place next = this->after(here, step);
       this->load_after(next);
       if constexpr (kTranspose) {
         __syncthreads();
