@@ -10,6 +10,7 @@ from tejit.formats import (
     Float8BlockwiseQTensor,
     Float8BlockwiseQTensorStorage,
     Float8CurrentScalingQuantizer,
+    Float8Quantizer,
     Float8Tensor,
     Float8TensorStorage,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "Float8BlockwiseQTensor",
     "Float8BlockwiseQTensorStorage",
     "Float8CurrentScalingQuantizer",
+    "Float8Quantizer",
     "Float8Tensor",
     "Float8TensorStorage",
     "InnerTensor",
