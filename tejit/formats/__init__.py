@@ -6,6 +6,7 @@ from tejit.formats.float8_block import (
     Float8BlockwiseQTensor,
     Float8BlockwiseQTensorStorage,
 )
+from tejit.formats.mxfp8 import MXFP8Quantizer, MXFP8Tensor, MXFP8TensorStorage
 
 __all__ = [
     "Float8BlockQuantizer",
@@ -14,4 +15,7 @@ __all__ = [
     "Float8CurrentScalingQuantizer",
     "Float8Tensor",
     "Float8TensorStorage",
+    "MXFP8Quantizer",
+    "MXFP8Tensor",
+    "MXFP8TensorStorage",
 ]
