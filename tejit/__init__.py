@@ -13,6 +13,9 @@ from tejit.formats import (
     Float8Quantizer,
     Float8Tensor,
     Float8TensorStorage,
+    MXFP8Quantizer,
+    MXFP8Tensor,
+    MXFP8TensorStorage,
 )
 from tejit.jit import CacheError, CompileError, KernelNotCached, TejitError, ToolchainError, warm
 from tejit.kernels import library as _ops  # noqa: F401 - registers the ops
@@ -37,6 +40,9 @@ __all__ = [
     "InnerTensor",
     "KernelNotCached",
     "Linear",
+    "MXFP8Quantizer",
+    "MXFP8Tensor",
+    "MXFP8TensorStorage",
     "QuantizedTensor",
     "QuantizedTensorStorage",
     "Quantizer",

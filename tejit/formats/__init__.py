@@ -11,6 +11,7 @@ from tejit.formats.float8_block import (
     Float8BlockwiseQTensor,
     Float8BlockwiseQTensorStorage,
 )
+from tejit.formats.mxfp8 import MXFP8Quantizer, MXFP8Tensor, MXFP8TensorStorage
 
 __all__ = [
     "Float8BlockQuantizer",
@@ -20,4 +21,7 @@ __all__ = [
     "Float8Quantizer",
     "Float8Tensor",
     "Float8TensorStorage",
+    "MXFP8Quantizer",
+    "MXFP8Tensor",
+    "MXFP8TensorStorage",
 ]
