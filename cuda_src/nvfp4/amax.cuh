@@ -50,13 +50,13 @@ TEJIT_DEVICE void amax_rht(const AmaxArgs& args) {
       row = BF16::amax_word(row, w[r].y);
     }
 #pragma unroll 1
-    for (u32 c = 0; c < 4; ++c) {
+    for (u32 selector = 0x1044; selector <= 0x3244; selector += 0x2200) {
       float f[16];
 #pragma unroll
-      for (int r = 0; r < 16; ++r) {
-        const u32 x = permute(w[r].x, w[r].y, 0x1000u + c * 0x2200u) & 0xffff0000u;
-        f[r] = __uint_as_float(x ^ flipped(args.sign_mask, r, 0x80000000u));
-      }
+      for (int r = 0; r < 16; ++r) f[r] = signed_by<kSigns>(__uint_as_float(permute(w[r].x, 0, selector)), r);
+      col = transform_amax(col, f);
+#pragma unroll
+      for (int r = 0; r < 16; ++r) f[r] = signed_by<kSigns>(__uint_as_float(permute(w[r].y, 0, selector)), r);
       col = transform_amax(col, f);
     }
   }

@@ -189,15 +189,17 @@ struct AnyCast {
 
   // One direction: its lines are x's rows or columns.
   TEJIT_DEVICE void run(const Direction& d, bool columns, u32* scratch) const {
+    const bool random = args.seed != nullptr;
     const bool square = args.flags & kSquare, swizzled = args.flags & kSwizzled;
     const bool by_line = args.flags & kLineScaled;
     const i64 lines = columns ? args.cols : args.rows, length = columns ? args.rows : args.cols;
     const i64 line_step = columns ? 1 : args.cols, step = columns ? args.cols : 1;
-    const i64 blocks = length / kBlock, pitch = pitch_of(length), total = lines * blocks;
+    const i64 blocks = length / kBlock, total = lines * blocks;
+    const u32 pitch = static_cast<u32>(pitch_of(length));
     // Neighbours in memory are a warp's neighbours, and so are the lines of a tile.
     const bool across = columns || square;
     const i64 inner = across ? lines : blocks;
-    const Random random = random_of(args.seed, columns);
+    const Random bits = random_of(args.seed, columns);
     float amax = 0.0f;
     Scales scales = {};
     if (!by_line) {
@@ -244,9 +246,9 @@ struct AnyCast {
       } else {
         const BlockScale b = scale_of(v.amax, scales);
         byte = b.byte;
-        codes = random.on ? stochastic_codes(v.f, b.multiplier,
-                                             random_bytes(random, static_cast<u64>(line * blocks + block)))
-                          : nearest_codes(v.f, b.multiplier);
+        codes = random ? stochastic_codes(v.f, b.multiplier,
+                                          random_bytes(bits, static_cast<u64>(line * blocks + block)))
+                       : nearest_codes(v.f, b.multiplier);
       }
       if (v.amax > kInfinity) {
         codes = make_uint2(0, 0);
@@ -254,8 +256,10 @@ struct AnyCast {
       }
       if (!there) continue;
       store(d.data + (line * blocks + block) * (kBlock / 2), codes);
-      d.scale_inv[scale_at(line, block, pitch, swizzled)] = static_cast<u8>(byte);
-      if (block + 1 == blocks) clear_line_end(d.scale_inv, line, blocks, pitch, swizzled);
+      d.scale_inv[scale_at(static_cast<u32>(line), static_cast<u32>(block), pitch, swizzled)] =
+          static_cast<u8>(byte);
+      if (block + 1 == blocks)
+        clear_line_end(d.scale_inv, static_cast<u32>(line), static_cast<u32>(blocks), pitch, swizzled);
     }
     clear_lines(d.scale_inv, lines, pitch, swizzled);
   }

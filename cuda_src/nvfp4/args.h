@@ -9,6 +9,8 @@ constexpr int kBlock = 16;       // elements that share a scale
 constexpr int kScaleRows = 128;  // what a buffer of scales is padded to
 constexpr int kScaleCols = 4;
 
+constexpr unsigned kSigns = 0xD7E8;  // the only mask that tuned kernels know, as in format_info.py
+
 // Modes of a call, as bits of `flags`.
 constexpr int kRht = 1;         // columnwise data is of the transformed x
 constexpr int kSquare = 2;      // one scale for 16x16 elements
@@ -60,10 +62,14 @@ struct AmaxArgs {
 static_assert(sizeof(Direction) == 40 && sizeof(CastArgs) == 144 && sizeof(AmaxArgs) == 64,
               "host and device compilers must lay these out alike");
 
-// A thread holds one block of 16 elements and the next one.
+// One block of elements a thread.
 struct RowShape {
   static constexpr int kThreads = 256;
-  static constexpr int kBlocksPerSM = 5;
+  static constexpr int kBlocksPerSM = 6;
+};
+struct RandomRowShape {
+  static constexpr int kThreads = RowShape::kThreads;
+  static constexpr int kBlocksPerSM = 4;
 };
 
 // Tiles of 128 rows of x by 64 columns: whole tiles of swizzled scales, and whole sectors of both outputs.

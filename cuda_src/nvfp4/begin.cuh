@@ -40,18 +40,19 @@ TEJIT_DEVICE float begin(const Direction& d, float e4m3_max, u32* scratch) {
 }
 
 // Zeros behind the last block of a line.
-TEJIT_DEVICE void clear_line_end(u8* scale_inv, i64 line, i64 blocks, i64 pitch, bool swizzled) {
+TEJIT_DEVICE void clear_line_end(u8* scale_inv, u32 line, u32 blocks, u32 pitch, bool swizzled) {
 #pragma unroll 1
-  for (i64 j = blocks; j < pitch; ++j) scale_inv[scale_at(line, j, pitch, swizzled)] = 0;
+  for (u32 j = blocks; j < pitch; ++j) scale_inv[scale_at(line, j, pitch, swizzled)] = 0;
 }
 
 // Zeros behind the last line; all threads of the grid share them.
-TEJIT_DEVICE void clear_lines(u8* scale_inv, i64 lines, i64 pitch, bool swizzled) {
-  const i64 count = (padded_lines(lines) - lines) * pitch;
+TEJIT_DEVICE void clear_lines(u8* scale_inv, i64 lines, u32 pitch, bool swizzled) {
+  const u32 more = static_cast<u32>(padded_lines(lines) - lines);
 #pragma unroll 1
-  for (i64 i = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x; i < count;
-       i += static_cast<i64>(gridDim.x) * blockDim.x) {
-    scale_inv[scale_at(lines + i / pitch, i % pitch, pitch, swizzled)] = 0;
+  for (u32 i = blockIdx.x; i < more; i += gridDim.x) {
+#pragma unroll 1
+    for (u32 j = threadIdx.x; j < pitch; j += blockDim.x)
+      scale_inv[scale_at(static_cast<u32>(lines) + i, j, pitch, swizzled)] = 0;
   }
 }
 

@@ -120,11 +120,10 @@ TEJIT_DEVICE BlockScale scale_of(u32 amax, const Scales& s) {
 }
 
 // Where a scale lies: of line `line` the block `block`; a line has `pitch` of them.
-TEJIT_DEVICE i64 scale_at(i64 line, i64 block, i64 pitch, bool swizzled) {
-  if (!swizzled) return line * pitch + block;
-  const i64 tile = (line >> 7) * (pitch >> 2) + (block >> 2);
-  const int row = static_cast<int>(line) & 127, column = static_cast<int>(block) & 3;
-  return tile * 512 + (row & 31) * 16 + (row >> 5) * 4 + column;
+TEJIT_DEVICE i64 scale_at(u32 line, u32 block, u32 pitch, bool swizzled) {
+  if (!swizzled) return static_cast<i64>(line) * pitch + block;
+  const u32 tile = (line / 128) * (pitch / 4) + block / 4;
+  return static_cast<i64>(tile) * 512 + (line % 32 * 16 + line % 128 / 32 * 4 + block % 4);
 }
 
 // --- sixteen bfloat16 ---
@@ -206,19 +205,14 @@ TEJIT_DEVICE u32 stochastic8(const u32* w, const BlockScale& s, u32 random_lo, u
 
 // --- random bits ---
 
-// (seed, offset) of a direction; `on` false: rounding is to nearest.
+// (seed, offset) of a direction.
 struct Random {
   u64 seed, offset;
-  bool on;
 };
 
 TEJIT_DEVICE Random random_of(const long long* seed, bool columnwise) {
-  Random r = {0, 0, seed != nullptr};
-  if (r.on) {
-    r.seed = static_cast<u64>(seed[0]);
-    r.offset = static_cast<u64>(seed[1]) + (columnwise ? 1ull << 63 : 0);
-  }
-  return r;
+  if (seed == nullptr) return {0, 0};
+  return {static_cast<u64>(seed[0]), static_cast<u64>(seed[1]) + (columnwise ? 1ull << 63 : 0)};
 }
 
 // Philox4x32-10: the sixteen bytes of a block, which depend on nothing but these.
@@ -240,9 +234,10 @@ TEJIT_DEVICE uint4 random_bytes(const Random& r, u64 block) {
 }
 
 // Sixteen codes; `block` counts the blocks of the direction. A NaN has taken the block's scale: no code then.
+template <bool kRandom>
 TEJIT_DEVICE uint2 encode(const Packed& x, const BlockScale& s, const Random& random, u64 block) {
   uint2 codes;
-  if (random.on) {
+  if constexpr (kRandom) {
     const uint4 r = random_bytes(random, block);
     codes = make_uint2(stochastic8(x.w, s, r.x, r.y), stochastic8(x.w + 4, s, r.z, r.w));
   } else {

@@ -11,6 +11,12 @@ TEJIT_DEVICE u32 flipped(u32 mask, int r, u32 sign_bits) {
   return (mask >> r) & 1u ? sign_bits : 0u;
 }
 
+// Number r under the mask that tuned kernels know: no instruction, but another sign in the first butterflies.
+template <u32 kMask>
+TEJIT_DEVICE float signed_by(float f, int r) {
+  return (kMask >> r) & 1u ? -f : f;
+}
+
 // Butterflies of strides 1, 2, ... below kEnd.
 template <int kEnd>
 TEJIT_DEVICE void butterflies(float (&f)[16]) {

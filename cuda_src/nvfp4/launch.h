@@ -1,6 +1,7 @@
 // Launching the kernels of NVFP4: maxima first, then the cast; which kernel, how many blocks.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 
@@ -41,9 +42,12 @@ inline bool aligned(const void* p, int bytes) {
   return reinterpret_cast<std::uintptr_t>(p) % bytes == 0;
 }
 
-// Whether whole vectors of bfloat16 can be read.
-inline bool vectors_only(const Call& call) {
-  return call.dtype == kBF16 && call.cols % 8 == 0 && aligned(call.x.const_data_ptr(), 16);
+// Whether kernels serve it that read whole vectors of bfloat16, count rows and columns in 32 bits and know
+// one mask of signs.
+inline bool tuned(const Call& call) {
+  constexpr std::int64_t kMost = std::int64_t{1} << 31;
+  return call.dtype == kBF16 && call.cols % 8 == 0 && aligned(call.x.const_data_ptr(), 16) &&
+         call.rows < kMost && call.cols < kMost && (!call.rht || call.sign_mask == static_cast<int>(kSigns));
 }
 
 // Partial maxima of x (row) and of its transform (col); null: not wanted.
@@ -58,7 +62,7 @@ inline void launch_rht_amax(const Launcher& launch, const Call& call, unsigned b
                          static_cast<unsigned>(call.sign_mask),
                          0,
                          call.dtype};
-  launch(vectors_only(call) ? "tejit_nvfp4_amax_rht_bf16" : "tejit_nvfp4_amax_rht_any", blocks,
+  launch(tuned(call) ? "tejit_nvfp4_amax_rht_bf16" : "tejit_nvfp4_amax_rht_any", blocks,
          RhtAmaxShape::kThreads, args);
 }
 
@@ -119,24 +123,30 @@ inline Maxima launch_maxima(const Launcher& launch, const Device& device, const 
 
 inline void launch_cast(const Launcher& launch, const CastArgs& args, const Call& call, bool follows) {
   const bool row = args.row.data != nullptr, col = args.col.data != nullptr;
-  const bool tuned = vectors_only(call) && !call.row_scaled && call.four_over_six == 0 &&
-                     aligned(args.row.data, 8) && aligned(args.row.scale_inv, 4) && aligned(args.col.data, 8);
-  if (!tuned) {
+  const bool rht = call.rht && col, random = call.seed != nullptr;
+  const auto start = [&](const char* kernel, std::int64_t pieces, auto shape) {
+    launch(kernel, launch.blocks(pieces, shape.kBlocksPerSM), shape.kThreads, args, follows);
+  };
+  if (!tuned(call) || call.row_scaled || call.four_over_six != 0 || (rht && call.square) ||
+      !aligned(args.row.data, 8) || !aligned(args.col.data, 8)) {
     const std::int64_t units =
-        (row ? call.rows * (call.cols / kBlock) : 0) + (col ? call.cols * (call.rows / kBlock) : 0);
-    launch("tejit_nvfp4_cast_any",
-           launch.blocks(pieces_of(units, AnyShape::kThreads), AnyShape::kBlocksPerSM), AnyShape::kThreads,
-           args, follows);
+        std::max(row ? call.rows * (call.cols / kBlock) : 0, col ? call.cols * (call.rows / kBlock) : 0);
+    start("tejit_nvfp4_cast_any", pieces_of(units, AnyShape::kThreads), AnyShape());
   } else if (col || call.square) {
     const std::int64_t tiles = pieces_of(call.rows, TileShape::kRows) *
                                (pieces_of(call.cols, kScaleRows) * (kScaleRows / TileShape::kCols));
-    launch("tejit_nvfp4_cast_tile", launch.blocks(tiles, TileShape::kBlocksPerSM), TileShape::kThreads, args,
-           follows);
+    if (random) {
+      start(rht ? "tejit_nvfp4_cast_tile_rht_random" : "tejit_nvfp4_cast_tile_random", tiles, TileShape());
+    } else {
+      start(rht ? "tejit_nvfp4_cast_tile_rht" : "tejit_nvfp4_cast_tile", tiles, TileShape());
+    }
   } else {
-    launch("tejit_nvfp4_cast_row",
-           launch.blocks(pieces_of(call.rows * (call.cols / kBlock), RowShape::kThreads),
-                         RowShape::kBlocksPerSM),
-           RowShape::kThreads, args, follows);
+    const std::int64_t pieces = pieces_of(call.rows * (call.cols / kBlock), RowShape::kThreads);
+    if (random) {
+      start("tejit_nvfp4_cast_row_random", pieces, RandomRowShape());
+    } else {
+      start("tejit_nvfp4_cast_row", pieces, RowShape());
+    }
   }
 }
 

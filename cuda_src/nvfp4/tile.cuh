@@ -19,6 +19,7 @@ struct TileMemory {
   u32 scratch[2][32];
 };
 
+template <bool kRht, bool kRandom>
 struct TileCast {
   static constexpr int kChunks = TileMemory::kChunks;
   static constexpr int kRows = TileShape::kRows, kCols = TileShape::kCols;
@@ -27,22 +28,21 @@ struct TileCast {
 
   const CastArgs& args;
   TileMemory& memory;
-  const bool square, swizzled, rht;
-  const i64 row_pitch, col_pitch;
+  const bool square, swizzled;
+  const u32 row_pitch, col_pitch;
   const u64 policy;
   const int warp, lane;
   Scales row_scales, col_scales;
   Random row_random, col_random;
-  i64 row0, col0;  // the tile's first row and column
+  u32 row0, col0;  // the tile's first row and column
 
   TEJIT_DEVICE TileCast(const CastArgs& a, TileMemory& m)
       : args(a),
         memory(m),
-        square(a.flags & kSquare),
+        square(!kRht && (a.flags & kSquare)),
         swizzled(a.flags & kSwizzled),
-        rht(a.flags & kRht),
-        row_pitch(pitch_of(a.cols)),
-        col_pitch(pitch_of(a.rows)),
+        row_pitch(static_cast<u32>(pitch_of(a.cols))),
+        col_pitch(static_cast<u32>(pitch_of(a.rows))),
         policy(evict_first_policy()),
         warp(threadIdx.x / 32),
         lane(threadIdx.x % 32) {}
@@ -53,15 +53,15 @@ struct TileCast {
     return row * kChunks + (chunk ^ (row >> 4) ^ (row & 1));
   }
 
-  TEJIT_DEVICE void fetch(uint4* to, i64 first_row, i64 first_col) const {
-    const int chunk = threadIdx.x % kChunks;
-    const i64 col = first_col + chunk * 8;
+  TEJIT_DEVICE void fetch(uint4* to, u32 first_row, u32 first_col) const {
+    constexpr int kStep = TileShape::kThreads / kChunks;
+    const int chunk = threadIdx.x % kChunks, first = threadIdx.x / kChunks;
+    const u32 row = first_row + first, column = first_col + chunk * 8;
+    const u16* from = static_cast<const u16*>(args.x) + static_cast<i64>(row) * args.cols + column;
 #pragma unroll
-    for (int s = 0; s < kRows; s += TileShape::kThreads / kChunks) {
-      const int r = static_cast<int>(threadIdx.x) / kChunks + s;
-      const bool there = first_row + r < args.rows && col < args.cols;
-      const u16* from = static_cast<const u16*>(args.x) + (there ? (first_row + r) * args.cols + col : 0);
-      copy16(to + place(r, chunk), from, there, policy);
+    for (int s = 0; s < kRows; s += kStep) {
+      copy16(to + place(first + s, chunk), from, row + s < args.rows && column < args.cols, policy);
+      from += kStep * args.cols;
     }
   }
 
@@ -81,56 +81,59 @@ struct TileCast {
   }
 
   TEJIT_DEVICE void rowwise(const uint4* x, u32 shared_amax) const {
-    const int block = lane % 4;
-    const i64 column = col0 / kBlock + block;
+    const int block = lane % 4, first = warp * kBlock + lane / 4;
+    const u32 row = row0 + first, column = col0 / kBlock + block;
+    const u32 per_row = static_cast<u32>(args.cols / kBlock);
+    i64 index = static_cast<i64>(row) * per_row + column;
+    u8* scale_to = args.row.scale_inv + scale_at(row, column, row_pitch, swizzled);
+    const i64 scale_step = swizzled ? 8 * 16 : 8 * static_cast<i64>(row_pitch);
     BlockScale scale;
     if (square) scale = scale_of(shared_amax, row_scales);
 #pragma unroll 1
     for (int half = 0; half < kBlock; half += 8) {
-      const int r = warp * kBlock + half + lane / 4;
-      const i64 row = row0 + r;
-      const Packed here = row_block(x, r, block);
+      const Packed here = row_block(x, first + half, block);
       if (!square) scale = scale_of(amax_of(here), row_scales);
-      const i64 index = row * (args.cols / kBlock) + column;
-      const uint2 codes = encode(here, scale, row_random, static_cast<u64>(index));
-      if (row < args.rows && column * kBlock < args.cols)
+      const uint2 codes = encode<kRandom>(here, scale, row_random, static_cast<u64>(index));
+      if (row + half < args.rows && column < per_row)
         store8<Store::kStream>(args.row.data + index * (kBlock / 2), codes.x, codes.y);
-      if (column < row_pitch)
-        args.row.scale_inv[scale_at(row, column, row_pitch, swizzled)] = static_cast<u8>(scale.byte);
+      if (column < row_pitch) *scale_to = static_cast<u8>(scale.byte);
+      index += 8 * static_cast<i64>(per_row);
+      scale_to += scale_step;
     }
   }
 
   TEJIT_DEVICE void columnwise(const uint4* x) const {
     const int group = lane % 8, pair = lane / 8;  // of 16 rows; of two columns in the warp's chunk
-    const i64 block = row0 / kBlock + group;
+    const u32 block = row0 / kBlock + group, column = col0 + warp * 8 + pair * 2;
+    const u32 per_column = static_cast<u32>(args.rows / kBlock);
+    i64 index = static_cast<i64>(column) * per_column + block;
+    u8* scale_to = args.col.scale_inv + scale_at(column, block, col_pitch, swizzled);
+    const u32 scale_step = swizzled ? 16 : col_pitch;
     u32 w[16];
 #pragma unroll
     for (int r = 0; r < 16; ++r)
       w[r] = reinterpret_cast<const u32*>(x)[place(group * kBlock + r, warp) * 4 + pair];
-    if (rht) {
-#pragma unroll
-      for (int r = 0; r < 16; ++r) w[r] ^= flipped(args.sign_mask, r, 0x80008000u);
-    }
 #pragma unroll 1
     for (int half = 0; half < 2; ++half) {
       Packed here;
-      if (rht) {
+      if constexpr (kRht) {
         float f[16];
+        const u32 selector = half ? 0x3244 : 0x1044;
 #pragma unroll
-        for (int r = 0; r < 16; ++r) f[r] = __uint_as_float(permute(w[r], 0, half ? 0x3244 : 0x1044));
+        for (int r = 0; r < 16; ++r) f[r] = signed_by<kSigns>(__uint_as_float(permute(w[r], 0, selector)), r);
         transform(f, here.w);
       } else {
+        const u32 selector = half ? 0x7632 : 0x5410;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) here.w[i] = permute(w[2 * i], w[2 * i + 1], half ? 0x7632 : 0x5410);
+        for (int i = 0; i < 8; ++i) here.w[i] = permute(w[2 * i], w[2 * i + 1], selector);
       }
-      const i64 column = col0 + warp * 8 + pair * 2 + half;
       const BlockScale scale = scale_of(square ? memory.amax[group][warp / 2] : amax_of(here), col_scales);
-      const i64 index = column * (args.rows / kBlock) + block;
-      const uint2 codes = encode(here, scale, col_random, static_cast<u64>(index));
-      if (column < args.cols && block * kBlock < args.rows)
+      const uint2 codes = encode<kRandom>(here, scale, col_random, static_cast<u64>(index));
+      if (column + half < args.cols && block < per_column)
         store8<Store::kStream>(args.col.data + index * (kBlock / 2), codes.x, codes.y);
-      if (block < col_pitch)
-        args.col.scale_inv[scale_at(column, block, col_pitch, swizzled)] = static_cast<u8>(scale.byte);
+      if (block < col_pitch) *scale_to = static_cast<u8>(scale.byte);
+      index += per_column;
+      scale_to += scale_step;
     }
   }
 
@@ -142,9 +145,7 @@ struct TileCast {
         static_cast<u32>(col ? padded_lines(args.cols) / kCols : (args.cols + kCols - 1) / kCols);
     const u32 tiles = across * static_cast<u32>((args.rows + kRows - 1) / kRows);
     const auto fetch_tile = [&](u32 tile, int turn) {
-      if (tile < tiles)
-        fetch(memory.x[turn], static_cast<i64>(tile / across) * kRows,
-              static_cast<i64>(tile % across) * kCols);
+      if (tile < tiles) fetch(memory.x[turn], tile / across * kRows, tile % across * kCols);
     };
     u32 tile = blockIdx.x;
     fetch_tile(tile, 0);
@@ -155,14 +156,14 @@ struct TileCast {
     if (col)
       col_scales =
           scales_of(begin<TileShape::kThreads>(args.col, args.e4m3_max, memory.scratch[1]), args.e4m3_max);
-    row_random = random_of(args.seed, false);
-    col_random = random_of(args.seed, true);
+    row_random = random_of(kRandom ? args.seed : nullptr, false);
+    col_random = random_of(kRandom ? args.seed : nullptr, true);
     for (int turn = 0; tile < tiles; tile += gridDim.x, turn ^= 1) {
       wait_for_copies();
       __syncthreads();  // this tile is there, and nobody reads the one before any more
       fetch_tile(tile + gridDim.x, turn ^ 1);
-      row0 = static_cast<i64>(tile / across) * kRows;
-      col0 = static_cast<i64>(tile % across) * kCols;
+      row0 = tile / across * kRows;
+      col0 = tile % across * kCols;
       u32 amax = 0;
       if (square) {
         amax = tile_amax(memory.x[turn]);
@@ -174,10 +175,11 @@ struct TileCast {
   }
 };
 
+template <bool kRht, bool kRandom>
 TEJIT_DEVICE void cast_tile(const CastArgs& args) {
   alignas(16) __shared__ TileMemory memory;
   if (is_noop(args.noop)) return;
-  TileCast(args, memory).run();
+  TileCast<kRht, kRandom>(args, memory).run();
 }
 
 }  // namespace nvfp4
