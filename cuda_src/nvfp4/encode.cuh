@@ -176,8 +176,8 @@ TEJIT_DEVICE u32 nearest8(const u32* w, const BlockScale& s) {
   return permute(permute(byte[0], byte[1], 0x0040), permute(byte[2], byte[3], 0x0040), 0x5410);
 #else
   // What exceeds 6 is brought to between 5 and 7 beforehand, two numbers at once.
-  const u32 six = __float_as_uint(fminf(__fmul_rn(6.0f, fmaxf(s.inverse, 0x1p-128f)), kLargest));
-  const u32 limit = permute(six, six, 0x3232);
+  const float six = __fmul_rn(6.0f, fmaxf(s.inverse, 0x1p-128f));
+  const u32 limit = permute(__float_as_uint(fminf(six, kLargest)), 0, 0x3232);
   u32 codes = 0;
 #pragma unroll
   for (int i = 3; i >= 0; --i) {
@@ -185,7 +185,16 @@ TEJIT_DEVICE u32 nearest8(const u32* w, const BlockScale& s) {
     codes = codes * 16 + nearest_code(__fmul_rn(fabsf(upper(x)), s.multiplier));
     codes = codes * 16 + nearest_code(__fmul_rn(fabsf(lower(x)), s.multiplier));
   }
-  return codes - kCodeBias * 0x11111111u + signs_of(w);
+  codes = codes - kCodeBias * 0x11111111u + signs_of(w);
+  // Under a caller's own amax the only number above 6 may be infinity: its code is 7, whatever the limit is.
+  if (six > kLargest) {
+    u32 infinite[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) infinite[i] = (w[i] & 0x7f807f80u) + 0x00800080u;
+    const u32 top = signs_of(infinite);
+    codes |= (top >> 1) | (top >> 2) | (top >> 3);
+  }
+  return codes;
 #endif
 }
 
