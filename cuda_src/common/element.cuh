@@ -10,6 +10,7 @@
 namespace tejit {
 
 struct BF16 {
+  static constexpr int kBytes = 2;
   static constexpr int kWordElements = 2;  // of a word in registers
   static constexpr int kPerVector = 8;
 
@@ -73,6 +74,61 @@ struct BF16 {
   }
 };
 
+// Where a kernel asks for the dtype at every load.
+struct F32 {
+  static constexpr int kBytes = 4;
+  static constexpr int kPerVector = 4;
+
+  TEJIT_DEVICE static float load(const void* x, i64 i) {
+    return __uint_as_float(load4(static_cast<const u32*>(x) + i));
+  }
+
+  TEJIT_DEVICE static void widen(uint4 v, float (&f)[kPerVector]) {
+    f[0] = __uint_as_float(v.x);
+    f[1] = __uint_as_float(v.y);
+    f[2] = __uint_as_float(v.z);
+    f[3] = __uint_as_float(v.w);
+  }
+
+  // The accumulator is the bits of one float32.
+  TEJIT_DEVICE static u32 amax_step(u32 m, uint4 v) {
+    m = amax_word(m, v.x);
+    m = amax_word(m, v.y);
+    m = amax_word(m, v.z);
+    return amax_word(m, v.w);
+  }
+
+  TEJIT_DEVICE static u32 amax_word(u32 m, u32 x) {
+    return __float_as_uint(fmaxf(__uint_as_float(m), fabsf(__uint_as_float(x))));
+  }
+
+  TEJIT_DEVICE static float element(u32 word, int) { return __uint_as_float(word); }
+
+  TEJIT_DEVICE static float amax_result(u32 m) { return __uint_as_float(m); }
+};
+
+struct F16 {
+  static constexpr int kBytes = 2;
+  static constexpr int kPerVector = 8;
+
+  TEJIT_DEVICE static float load(const void* x, i64 i) {
+    return f32_of_f16(load2(static_cast<const u16*>(x) + i));
+  }
+
+  TEJIT_DEVICE static void widen(uint4 v, float (&f)[kPerVector]) {
+    pair(v.x, f[0], f[1]);
+    pair(v.y, f[2], f[3]);
+    pair(v.z, f[4], f[5]);
+    pair(v.w, f[6], f[7]);
+  }
+
+ private:
+  TEJIT_DEVICE static void pair(u32 w, float& lo, float& hi) {
+    lo = f32_of_f16(static_cast<u16>(w & 0xffffu));
+    hi = f32_of_f16(static_cast<u16>(w >> 16));
+  }
+};
+
 struct Any {
   static constexpr float kLargest = 3.402823466e+38f;
   static constexpr int kWordElements = 1;
@@ -91,7 +147,9 @@ struct Any {
 
   template <Load kLoad>
   TEJIT_DEVICE uint4 load_vector(const void* p, u64 policy) const {
-    return half ? load8(p) : load16<kLoad>(p, policy);
+    if (!half) return load16<kLoad>(p, policy);
+    const uint2 v = load8(p);
+    return make_uint4(v.x, v.y, 0, 0);
   }
 
   TEJIT_DEVICE void copy_vector(uint4* shared, const void* p, u64 policy) const {

@@ -40,9 +40,8 @@ TEJIT_DEVICE uint4 load16(const void* p, u64 policy) {
   return v;
 }
 
-// Into the first two words of a vector.
-TEJIT_DEVICE uint4 load8(const void* p) {
-  uint4 v = make_uint4(0, 0, 0, 0);
+TEJIT_DEVICE uint2 load8(const void* p) {
+  uint2 v;
   asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
   return v;
 }
@@ -113,6 +112,66 @@ TEJIT_DEVICE float f32_of_f16(u16 h) {
   float f;
   asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h));
   return f;
+}
+
+// Packed bfloat16 by magnitude. The larger |x|, a NaN before every number; its sign is left over from both.
+TEJIT_DEVICE u32 max_abs_or_nan_bf16x2(u32 a, u32 b) {
+  u32 m;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
+  asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(m) : "r"(a), "r"(b));
+#else
+  asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(m) : "r"(a & 0x7fff7fffu), "r"(b & 0x7fff7fffu));
+#endif
+  return m;
+}
+
+// x with its sign, not larger than `limit`, which is positive.
+TEJIT_DEVICE u32 limit_bf16x2(u32 x, u32 limit) {
+  u32 m;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
+  asm("min.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(m) : "r"(x), "r"(limit));
+#else
+  asm("min.bf16x2 %0, %1, %2;" : "=r"(m) : "r"(x & 0x7fff7fffu), "r"(limit));
+  m |= x & 0x80008000u;
+#endif
+  return m;
+}
+
+// Rounded to nearest even; `lo` in the lower half.
+TEJIT_DEVICE u32 bf16x2_of(float lo, float hi) {
+  u32 w;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(w) : "f"(hi), "f"(lo));
+  return w;
+}
+
+// a * b toward zero.
+TEJIT_DEVICE float multiply_down(float a, float b) {
+  float p;
+  asm("mul.rz.f32 %0, %1, %2;" : "=f"(p) : "f"(a), "f"(b));
+  return p;
+}
+
+// The smallest of three numbers below 2^31, as one instruction where there is one.
+TEJIT_DEVICE u32 min3(u32 a, u32 b, u32 c) {
+  return static_cast<u32>(min(min(static_cast<int>(a), static_cast<int>(b)), static_cast<int>(c)));
+}
+
+// 16 bytes that lie beside others of the same thread: the line stays in L1 until the next load takes the
+// rest.
+TEJIT_DEVICE uint4 load16_shared_line(const void* p, u64 policy) {
+  uint4 v;
+  asm volatile("ld.global.nc.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p), "l"(policy));
+  return v;
+}
+
+// 16 bytes from global to shared memory in the background, or zeros where they are not `there`.
+TEJIT_DEVICE void copy16(void* shared, const void* global, bool there, u64 policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(
+                   static_cast<u32>(__cvta_generic_to_shared(shared))),
+               "l"(global), "r"(there ? 16 : 0), "l"(policy)
+               : "memory");
 }
 
 // What is left of a dimension, as an int: tiles and chunks are small, tensors need not be.

@@ -16,35 +16,35 @@ namespace mxfp8 {
 
 // Two bytes, the first in the low one. Volatile keeps encode's branch a branch: as selects both conversions
 // would run, and the instruction that joins two conversions into a word would not be used.
-template <fp8::Format kFormat>
+template <bool kE5M2>
 TEJIT_DEVICE u32 encode2(float first, float second) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
   u16 pair;
-  if constexpr (kFormat == fp8::kE4M3) {
-    asm volatile("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(second), "f"(first));
-  } else {
+  if constexpr (kE5M2) {
     asm volatile("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(second), "f"(first));
+  } else {
+    asm volatile("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(second), "f"(first));
   }
   return pair;
 #else
-  return fp8::encode2<kFormat>(first, second);
+  return fp8::encode2(first, second, kE5M2);
 #endif
 }
 
-template <fp8::Format kFormat, int kWords>
+template <bool kE5M2, int kWords>
 TEJIT_DEVICE void encode_as(const float* q, u32 (&word)[kWords]) {
 #pragma unroll
   for (int w = 0; w < kWords; ++w, q += 4)
-    word[w] = encode2<kFormat>(q[0], q[1]) | (encode2<kFormat>(q[2], q[3]) << 16);
+    word[w] = encode2<kE5M2>(q[0], q[1]) | (encode2<kE5M2>(q[2], q[3]) << 16);
 }
 
 // The element type is known at run time only, but to a whole grid.
 template <int kWords>
 TEJIT_DEVICE void encode(bool e5m2, const float* q, u32 (&word)[kWords]) {
   if (e5m2) {
-    encode_as<fp8::kE5M2>(q, word);
+    encode_as<true>(q, word);
   } else {
-    encode_as<fp8::kE4M3>(q, word);
+    encode_as<false>(q, word);
   }
 }
 
@@ -241,7 +241,7 @@ struct Quantize {
     for (int w = 0; w < kPer / 4; ++w) s.col[w] = 0;
 #pragma unroll
     for (int i = 0; i < kPer; ++i) {
-      const u32 exponent = exponent_of(T::element(c[i * 4 / kPer], i % (kPer / 4)), inverse_max);
+      const u32 exponent = exponent_of(fabsf(T::element(c[i * 4 / kPer], i % (kPer / 4))), inverse_max);
       s.col[i / 4] |= exponent << (8 * (i % 4));
       s.col_multiplier[i] = multiplier_of(exponent);
     }
