@@ -26,9 +26,7 @@ struct BF16 {
     return load16<kLoad>(p, policy);
   }
 
-  TEJIT_DEVICE static void copy_vector(uint4* shared, const void* p, u64 policy) { copy16(shared, p, policy); }
-
-  // What was loaded or copied, as the other functions take it.
+  // What was loaded, as the other functions take it.
   TEJIT_DEVICE static uint4 settled(uint4 v) { return v; }
 
   // Elements one by one: a word with one of them, and kPerVector of these pushed into a settled vector, in their
@@ -150,10 +148,6 @@ struct Any {
     if (!half) return load16<kLoad>(p, policy);
     const uint2 v = load8(p);
     return make_uint4(v.x, v.y, 0, 0);
-  }
-
-  TEJIT_DEVICE void copy_vector(uint4* shared, const void* p, u64 policy) const {
-    half ? copy8(shared, p) : copy16(shared, p, policy);
   }
 
   // Apart from the loads, so that they need not wait for one another.

@@ -31,6 +31,12 @@ class Launcher {
     return static_cast<unsigned>(std::clamp<std::int64_t>(pieces, 1, most));
   }
 
+  // A block for every piece. Where blocks are small, that more of them wait than the GPU holds keeps memory
+  // busier than blocks that go from piece to piece: one that has ended makes room for the loads of the next.
+  static unsigned blocks(std::int64_t pieces) {
+    return static_cast<unsigned>(std::max<std::int64_t>(pieces, 1));
+  }
+
   // `follows`: the kernel waits by itself for what the one before it in the stream wrote, so it may start
   // while that one ends. Captured graphs take such an edge from CUDA 12.4 on.
   template <typename Args>

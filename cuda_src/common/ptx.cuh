@@ -179,26 +179,18 @@ TEJIT_DEVICE int clamp_left(i64 left) {
   return left < (1 << 30) ? static_cast<int>(left) : (1 << 30);
 }
 
+// The same words, of which the compiler knows nothing: what it made of them before, it makes again instead of
+// keeping it in registers.
+TEJIT_DEVICE uint4 forgotten(uint4 v) {
+  asm("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w));
+  return v;
+}
+
 TEJIT_DEVICE u32 permute(u32 a, u32 b, u32 selector) {
   return __byte_perm(a, b, selector);
 }
 
-// 16 or 8 bytes from global to shared memory, past the registers; there when wait_for_copies has returned.
-TEJIT_DEVICE void copy16(void* shared, const void* p, u64 policy) {
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(
-                   static_cast<u32>(__cvta_generic_to_shared(shared))),
-               "l"(p), "l"(policy)
-               : "memory");
-}
-
-TEJIT_DEVICE void copy8(void* shared, const void* p) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(
-                   static_cast<u32>(__cvta_generic_to_shared(shared))),
-               "l"(p)
-               : "memory");
-}
-
-// All of this thread.
+// For all copies of this thread.
 TEJIT_DEVICE void wait_for_copies() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }

@@ -1,9 +1,10 @@
 // Tiles of a matrix that become bytes, in the matrix' own order and transposed.
 //
-// A block moves tiles of kRows rows by kLanes vectors. A thread holds four rows of one vector in each step.
-// Of the bytes it makes of them it turns every 4x4 square in registers, and puts the words (four rows of one
-// column) into shared memory column by column; from there whole columns of the tile, kRows bytes long, go to
-// the transpose.
+// A block of threads moves one tile of kRows rows by kLanes vectors; while it waits for its loads, the other
+// blocks of its multiprocessor make bytes and write them. A thread holds four rows of one vector in each
+// step. Of the bytes it makes of them it turns every 4x4 square in registers, and puts the words (four rows
+// of one column) into shared memory column by column; from there whole columns of the tile, kRows bytes long,
+// go to the transpose.
 #pragma once
 
 #include "common/element.cuh"
@@ -25,16 +26,12 @@ TEJIT_DEVICE bool takes_vectors(const u8* out) {
   return reinterpret_cast<u64>(out) % T::kPerVector == 0;
 }
 
-// When the loads of a block's next tile are issued: after this tile's bytes were made, into the same registers;
-// or before, into registers of their own or into shared memory, so that memory always has work to do.
-enum class Ahead { kAfter, kRegisters, kShared };
-
-template <int kThreads_, int kRows_, int kLanes_, Ahead kAhead_ = Ahead::kAfter, Load kLoad_ = Load::kEvictFirst, Store kStore_ = Store::kStream>
+template <int kThreads_, int kRows_, int kLanes_, Load kLoad_ = Load::kEvictFirst,
+          Store kStore_ = Store::kStream>
 struct TilePlan {
   static constexpr int kThreads = kThreads_;
   static constexpr int kRows = kRows_;
   static constexpr int kLanes = kLanes_;
-  static constexpr Ahead kAhead = kAhead_;
   static constexpr Load kLoad = kLoad_;
   static constexpr Store kStore = kStore_;
 };
@@ -75,8 +72,7 @@ struct Tile {
   const u64 policy;
   const int lane, quad;
   const bool wide_x, wide_row;  // rows of x, and of the bytes in its order, are whole vectors
-  Vectors v;                    // of this tile
-  Vectors soon;                 // of the next one, where they are loaded ahead into registers
+  Vectors v;
 
   TEJIT_DEVICE explicit Tile(const Args& a)
       : args(a),
@@ -89,20 +85,10 @@ struct Tile {
         wide_x(a.cols % kPer == 0 && reinterpret_cast<u64>(a.x) % (kPer * type.bytes()) == 0),
         wide_row(a.cols % kPer == 0 && takes_vectors<T>(a.row)) {}
 
-  TEJIT_DEVICE Place place(u32 t) const {
-    const u32 row = t / tile_cols;
-    return {row, t - row * tile_cols};
-  }
-
-  // The tile that lies `step` tiles further on, row by row. Past the last one loads and stores do nothing.
-  TEJIT_DEVICE Place after(Place p, Place step) const {
-    p.row += step.row;
-    p.col += step.col;
-    if (p.col >= tile_cols) {
-      p.col -= tile_cols;
-      ++p.row;
-    }
-    return p;
+  // Of this block.
+  TEJIT_DEVICE Place place() const {
+    const u32 row = blockIdx.x / tile_cols;
+    return {row, blockIdx.x - row * tile_cols};
   }
 
   TEJIT_DEVICE static i64 row0(Place p) { return static_cast<i64>(p.row) * Plan::kRows; }
@@ -130,78 +116,41 @@ struct Tile {
   static constexpr int kReach = (kSteps - 1) * kQuadStep * 4 + 3;
 
   // Past the edges 0, which no maximum notices. What was loaded is to be settled before it is used.
-  TEJIT_DEVICE void load(Place p, Vectors& to) const {
+  TEJIT_DEVICE void load(Place p) {
     const int rows = rows_left_here(p);
     const char* from = first_address(p);
     const i64 pitch = args.cols * type.bytes();
     if (wide_x && rows > kReach) {
       each_vector([&](int s, int r, int row) {
-        to[s][r] = type.template load_vector<Plan::kLoad>(from + row * pitch, policy);
+        v[s][r] = type.template load_vector<Plan::kLoad>(from + row * pitch, policy);
       });
       return;
     }
-    each_vector([&](int s, int r, int) { to[s][r] = make_uint4(0, 0, 0, 0); });
+    each_vector([&](int s, int r, int) { v[s][r] = make_uint4(0, 0, 0, 0); });
     if (wide_x) {
       each_vector([&](int s, int r, int row) {
-        if (row < rows) to[s][r] = type.template load_vector<Plan::kLoad>(from + row * pitch, policy);
+        if (row < rows) v[s][r] = type.template load_vector<Plan::kLoad>(from + row * pitch, policy);
       });
     } else if (rows > 0) {
       const int cols = cols_left(p) - lane * kPer;
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) {
+        const char* step = from + s * kQuadStep * 4 * pitch;
+        const int left = rows - s * kQuadStep * 4;
 #pragma unroll 1
-      for (int i = 0; i < kPer; ++i) {
-        const int there = i < cols ? rows : 0;
-        u32 word[kSteps][4];  // loaded all before the first is used
-        each_vector([&](int s, int r, int row) {
-          word[s][r] = 0;
-          if (row < there) word[s][r] = type.load_word(from + row * pitch, i);
-        });
-        each_vector([&](int s, int r, int) { to[s][r] = T::push(to[s][r], word[s][r]); });
+        for (int i = 0; i < kPer; ++i) {
+          const int there = i < cols ? left : 0;
+          u32 word[4];  // loaded all before the first is used
+#pragma unroll
+          for (int r = 0; r < 4; ++r) {
+            word[r] = 0;
+            if (r < there) word[r] = type.load_word(step + r * pitch, i);
+          }
+#pragma unroll
+          for (int r = 0; r < 4; ++r) v[s][r] = T::push(v[s][r], word[r]);
+        }
       }
     }
-  }
-
-  // Into the thread's own part of shared memory, which no other thread touches.
-  TEJIT_DEVICE void fetch(Place p) const {
-    if (!wide_x) return;
-    const int rows = rows_left_here(p);
-    const char* from = first_address(p);
-    const i64 pitch = args.cols * type.bytes();
-    uint4* to = Plan::stage() + threadIdx.x;
-    each_vector([&](int s, int r, int row) {
-      uint4* slot = to + (s * 4 + r) * Plan::kThreads;
-      if (row < rows) {
-        type.copy_vector(slot, from + row * pitch, policy);
-      } else {
-        *slot = make_uint4(0, 0, 0, 0);
-      }
-    });
-  }
-
-  TEJIT_DEVICE void take(Place p) {
-    if (!wide_x) return load(p, v);
-    wait_for_copies();
-    const uint4* from = Plan::stage() + threadIdx.x;
-    each_vector([&](int s, int r, int) { v[s][r] = from[(s * 4 + r) * Plan::kThreads]; });
-  }
-
-  // Before a tile's bytes are made; a barrier lies between the last use of the memory that is fetched into and
-  // this.
-  TEJIT_DEVICE void load_ahead(Place next) {
-    if constexpr (Plan::kAhead == Ahead::kRegisters) load(next, soon);
-    if constexpr (Plan::kAhead == Ahead::kShared) fetch(next);
-  }
-
-  // After they were made.
-  TEJIT_DEVICE void load_after(Place next) {
-    if constexpr (Plan::kAhead == Ahead::kAfter) load(next, v);
-  }
-
-  // The next tile becomes this one.
-  TEJIT_DEVICE void advance(Place next) {
-    if constexpr (Plan::kAhead == Ahead::kRegisters) {
-      each_vector([&](int s, int r, int) { v[s][r] = soon[s][r]; });
-    }
-    if constexpr (Plan::kAhead == Ahead::kShared) take(next);
   }
 
   TEJIT_DEVICE void settle() {
@@ -222,15 +171,32 @@ struct Tile {
   // quads of kLanes vectors) nor those that read (16 bytes each, along a column) meet in a bank.
   TEJIT_DEVICE static int twist(int column) { return (column / kPer) * kTwist; }
 
-  // The bytes of a thread's row r of step s, to x's own order. `rows`, counted from the thread's first, are to be
-  // written.
-  TEJIT_DEVICE void store_row(u8* to, int s, int r, const u32 (&word)[kPer / 4], int rows, int cols) const {
-    const int row = s * kQuadStep * 4 + r;
-    if (row >= rows) return;
-    u8* at = to + row * args.cols;
-    if (wide_row) return store_vector<T, Plan::kStore>(at, word);
+  // The bytes of a thread's rows of step s, to x's own order.
+  TEJIT_DEVICE void store_rows(Place p, int s, const u32 (&word)[4][kPer / 4]) const {
+    const int rows = rows_left_here(p);
+    u8* to = args.row + first_element(p);
+    const int first = s * kQuadStep * 4;
+    if (wide_row && rows > kReach) {
+#pragma unroll
+      for (int r = 0; r < 4; ++r) store_vector<T, Plan::kStore>(to + (first + r) * args.cols, word[r]);
+      return;
+    }
 #pragma unroll 1
-    for (int i = 0; i < kPer && i < cols; ++i) at[i] = static_cast<u8>(permute(word[0], word[kPer / 4 - 1], i));
+    for (int r = 0; r < 4 && first + r < rows; ++r) {
+      u8* at = to + (first + r) * args.cols;
+      u32 own[kPer / 4];
+#pragma unroll
+      for (int h = 0; h < kPer / 4; ++h)
+        own[h] = r < 2 ? (r == 0 ? word[0][h] : word[1][h]) : (r == 2 ? word[2][h] : word[3][h]);
+      if (wide_row) {
+        store_vector<T, Plan::kStore>(at, own);
+      } else {
+        const int cols = cols_left(p) - lane * kPer;
+#pragma unroll 1
+        for (int i = 0; i < kPer && i < cols; ++i)
+          at[i] = static_cast<u8>(permute(own[0], own[kPer / 4 - 1], i));
+      }
+    }
   }
 
   // Four rows' bytes of step s to the columns of the buffer.

@@ -62,18 +62,19 @@ struct AmaxShape {
   static constexpr int kBlocksPerSM = 3;
 };
 
+// A block of threads moves one chunk.
 struct CastShape {
-  static constexpr int kThreads = 512;
+  static constexpr int kThreads = 256;
   static constexpr int kVectors = 4;
-  static constexpr int kBlocksPerSM = 3;
+  static constexpr int kBlocksPerSM = 6;
 };
 
-// A tile is kRows rows by kLanes 16-byte vectors.
+// A block of threads moves one tile of kRows rows by kLanes 16-byte vectors.
 struct TileShape {
-  static constexpr int kThreads = 512;
+  static constexpr int kThreads = 256;
   static constexpr int kRows = 128;
   static constexpr int kLanes = 16;
-  static constexpr int kBlocksPerSM = 2;
+  static constexpr int kBlocksPerSM = 4;
 };
 
 }  // namespace fp8

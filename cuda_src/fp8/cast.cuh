@@ -11,12 +11,10 @@
 namespace tejit {
 namespace fp8 {
 
-template <int kThreads_, int kVectors_, bool kDescending_, Load kLoad_ = Load::kEvictFirst,
-          Store kStore_ = Store::kStream>
+template <int kThreads_, int kVectors_, Load kLoad_ = Load::kEvictFirst, Store kStore_ = Store::kStream>
 struct CastPlan {
   static constexpr int kThreads = kThreads_;
   static constexpr int kVectors = kVectors_;
-  static constexpr bool kDescending = kDescending_;
   static constexpr Load kLoad = kLoad_;
   static constexpr Store kStore = kStore_;
 };
@@ -35,50 +33,40 @@ TEJIT_DEVICE void cast_rowwise(const CastArgs& args) {
   // Where no output is asked for, only scale_inv and new_amax count.
   const bool used = args.row || args.col || args.new_amax;
   const i64 vectors = wide && used ? n / T::kPerVector : 0;
-  const i64 whole = vectors / kChunk;
-  const i64 chunks = (vectors + kChunk - 1) / kChunk;
-  const int rest = static_cast<int>(vectors - whole * kChunk) - static_cast<int>(threadIdx.x);
+  const i64 start = static_cast<i64>(blockIdx.x) * kChunk + threadIdx.x;
+  // Of the block's vectors, from the thread's first on.
+  const int left = start < vectors ? clamp_left(vectors - start) : 0;
   const u64 policy = Plan::kLoad == Load::kEvictFirst ? evict_first_policy() : 0;
 
   uint4 v[Plan::kVectors];
-  const auto chunk_of = [&](i64 c) { return Plan::kDescending ? chunks - 1 - c : c; };
-  const auto load = [&](i64 c) {
-    if (c >= chunks) return;
-    const i64 chunk = chunk_of(c);
-    const char* from = x + (chunk * kChunk + threadIdx.x) * vector_bytes;
-    if (chunk < whole) {
+  const char* from = x + start * vector_bytes;
 #pragma unroll
-      for (int i = 0; i < Plan::kVectors; ++i)
-        v[i] = type.template load_vector<Plan::kLoad>(from + i * step, policy);
-    } else {
-#pragma unroll
-      for (int i = 0; i < Plan::kVectors; ++i) {
-        if (i * Plan::kThreads < rest)
-          v[i] = type.template load_vector<Plan::kLoad>(from + i * step, policy);
-      }
-    }
-  };
-
-  load(blockIdx.x);
+  for (int i = 0; i < Plan::kVectors; ++i) {
+    v[i] = make_uint4(0, 0, 0, 0);
+    if (i * Plan::kThreads < left) v[i] = type.template load_vector<Plan::kLoad>(from + i * step, policy);
+  }
   const float scale = scale_of_block<Plan::kThreads>(args);
+  const u32 so_far = amax_so_far(args);
   u32 m = 0;
-  for (i64 c = blockIdx.x; c < chunks; c += gridDim.x) {
-    const i64 chunk = chunk_of(c);
-    const i64 first = (chunk * kChunk + threadIdx.x) * T::kPerVector;
+#pragma unroll
+  for (int i = 0; i < Plan::kVectors; ++i) {
+    v[i] = type.settled(v[i]);
+    m = T::amax_step(m, v[i]);
+  }
+  u32 word[Plan::kVectors][T::kPerVector / 4];
+#pragma unroll
+  for (int i = 0; i < Plan::kVectors; ++i) encode_vector<T>(v[i], scale, e5m2, word[i]);
+  const auto store = [&](u8* out) {
+    if (out == nullptr) return;
+    out += start * T::kPerVector;
 #pragma unroll
     for (int i = 0; i < Plan::kVectors; ++i) {
-      if (chunk < whole || i * Plan::kThreads < rest) {
-        const i64 at = first + i * Plan::kThreads * T::kPerVector;
-        u32 word[T::kPerVector / 4];
-        const uint4 values = type.settled(v[i]);
-        m = T::amax_step(m, values);
-        encode_vector<T>(values, scale, e5m2, word);
-        if (args.row) store_vector<T, Plan::kStore>(args.row + at, word);
-        if (args.col) store_vector<T, Plan::kStore>(args.col + at, word);
-      }
+      if (i * Plan::kThreads < left)
+        store_vector<T, Plan::kStore>(out + i * Plan::kThreads * T::kPerVector, word[i]);
     }
-    load(c + gridDim.x);
-  }
+  };
+  store(args.row);
+  store(args.col);
 
   // The last few elements; all of them where an address is not aligned.
   float amax = T::amax_result(m);
@@ -91,7 +79,7 @@ TEJIT_DEVICE void cast_rowwise(const CastArgs& args) {
     if (args.row) args.row[i] = byte;
     if (args.col) args.col[i] = byte;
   }
-  collect_amax<Plan::kThreads>(args, amax);
+  collect_amax<Plan::kThreads>(args, amax, so_far);
 }
 
 }  // namespace fp8

@@ -1,8 +1,8 @@
 // float32 to FP8 bytes: nearest even, saturating, a NaN is 0x7F whatever its sign, a negative zero stays
 // 0x80.
 //
-// Which of the two element types is meant is known when a kernel starts. The instruction of the other is skipped,
-// which costs kernels that wait for memory nothing, and spares the compiler half of them.
+// Which of the two element types is meant is known when a kernel starts: a branch around several vectors
+// costs kernels that wait for memory nothing, and spares the compiler half of them.
 #pragma once
 
 #include "common/ptx.cuh"
@@ -29,14 +29,22 @@ TEJIT_DEVICE u32 encode_bits(float f, bool e5m2) {
   return (a < min_normal ? subnormal : normal) | ((bits >> 24) & 0x80u);
 }
 
-// Two bytes, the first in the low one.
-TEJIT_DEVICE u32 encode2(float first, float second, bool e5m2) {
+// An element type that is known to the compiler.
+template <bool kE5M2>
+struct Known {
+  TEJIT_DEVICE constexpr operator bool() const { return kE5M2; }
+};
+
+// Two bytes, the first in the low one. Volatile keeps a branch on the type a branch: without, both
+// conversions run, and the instruction that joins two conversions into a word is not used.
+template <typename Type>
+TEJIT_DEVICE u32 encode2(float first, float second, Type e5m2) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
   u16 pair;
   if (e5m2) {
-    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(second), "f"(first));
+    asm volatile("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(second), "f"(first));
   } else {
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(second), "f"(first));
+    asm volatile("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(second), "f"(first));
   }
   return pair;
 #else
@@ -57,6 +65,13 @@ TEJIT_DEVICE float scale_at(const float (&scale)[kCount], int i) {
   return scale[i];
 }
 
+template <int kWords, typename Type>
+TEJIT_DEVICE void encode_words(const float* f, Type e5m2, u32 (&word)[kWords]) {
+#pragma unroll
+  for (int w = 0; w < kWords; ++w, f += 4)
+    word[w] = encode2(f[0], f[1], e5m2) | (encode2(f[2], f[3], e5m2) << 16);
+}
+
 // The bytes of a vector, times one scale or a scale for each element: a word of four for each four elements.
 template <typename T, typename Scale>
 TEJIT_DEVICE void encode_vector(uint4 v, const Scale& scale, bool e5m2, u32 (&word)[T::kPerVector / 4]) {
@@ -64,9 +79,15 @@ TEJIT_DEVICE void encode_vector(uint4 v, const Scale& scale, bool e5m2, u32 (&wo
   T::widen(v, f);
 #pragma unroll
   for (int i = 0; i < T::kPerVector; ++i) f[i] = __fmul_rn(f[i], scale_at(scale, i));
-#pragma unroll
-  for (int i = 0; i < T::kPerVector; i += 4)
-    word[i / 4] = encode2(f[i], f[i + 1], e5m2) | (encode2(f[i + 2], f[i + 3], e5m2) << 16);
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  if (e5m2) {
+    encode_words(f, Known<true>(), word);
+  } else {
+    encode_words(f, Known<false>(), word);
+  }
+#else
+  encode_words(f, e5m2, word);
+#endif
 }
 
 }  // namespace fp8

@@ -7,9 +7,8 @@ namespace tejit {
 namespace fp8 {
 
 using AmaxFill = AmaxPlan<AmaxShape::kThreads, AmaxShape::kVectors, true>;
-using CastFill = CastPlan<CastShape::kThreads, CastShape::kVectors, false>;
-template <Ahead kAhead>
-using TileFill = TilePlan<TileShape::kThreads, TileShape::kRows, TileShape::kLanes, kAhead>;
+using CastFill = CastPlan<CastShape::kThreads, CastShape::kVectors>;
+using TileFill = TilePlan<TileShape::kThreads, TileShape::kRows, TileShape::kLanes>;
 
 }  // namespace fp8
 }  // namespace tejit
@@ -28,19 +27,19 @@ using TileFill = TilePlan<TileShape::kThreads, TileShape::kRows, TileShape::kLan
     tejit::fp8::cast_rowwise<tejit::T, tejit::fp8::CastFill>(args);                 \
   }
 
-#define TEJIT_FP8_TILE(NAME, T, AHEAD)                                                \
+#define TEJIT_FP8_TILE(NAME, T)                                                     \
   extern "C" __global__ void __launch_bounds__(tejit::fp8::TileShape::kThreads,     \
                                                tejit::fp8::TileShape::kBlocksPerSM) \
       NAME(const __grid_constant__ tejit::fp8::CastArgs args) {                     \
-    tejit::fp8::cast_transpose<tejit::T, tejit::fp8::TileFill<tejit::Ahead::AHEAD>>(args); \
+    tejit::fp8::cast_transpose<tejit::T, tejit::fp8::TileFill>(args);               \
   }
 
 TEJIT_FP8_AMAX(tejit_fp8_amax_any, Any)
 TEJIT_FP8_AMAX(tejit_fp8_amax_bf16, BF16)
 TEJIT_FP8_CAST(tejit_fp8_cast_any, Any)
 TEJIT_FP8_CAST(tejit_fp8_cast_bf16, BF16)
-TEJIT_FP8_TILE(tejit_fp8_cast_transpose_any, Any, kAfter)
-TEJIT_FP8_TILE(tejit_fp8_cast_transpose_bf16, BF16, kRegisters)
+TEJIT_FP8_TILE(tejit_fp8_cast_transpose_any, Any)
+TEJIT_FP8_TILE(tejit_fp8_cast_transpose_bf16, BF16)
 
 extern "C" __global__ void __launch_bounds__(1024)
     tejit_fp8_amax_finish(const __grid_constant__ tejit::fp8::AmaxFinishArgs args) {

@@ -34,14 +34,12 @@ inline void launch_cast(const Launcher& launch, const CastArgs& args, int dtype,
   if (args.col != nullptr && args.rows > 1 && args.cols > 1) {
     const std::int64_t tile_cols = TileShape::kLanes * vector_elements(dtype);
     const std::int64_t tiles = pieces_of(args.rows, TileShape::kRows) * pieces_of(args.cols, tile_cols);
-    launch(kCastTransposeKernel[is_bf16(dtype)], launch.blocks(tiles, TileShape::kBlocksPerSM),
-           TileShape::kThreads, args, follows);
+    launch(kCastTransposeKernel[is_bf16(dtype)], Launcher::blocks(tiles), TileShape::kThreads, args, follows);
   } else {
-    const std::int64_t vectors = args.row || args.col || args.new_amax ? vectors_of(args.rows * args.cols, dtype) : 1;
-    launch(
-        kCastKernel[is_bf16(dtype)],
-        launch.blocks(pieces_of(vectors, CastShape::kThreads * CastShape::kVectors), CastShape::kBlocksPerSM),
-        CastShape::kThreads, args, follows);
+    const std::int64_t vectors =
+        args.row || args.col || args.new_amax ? vectors_of(args.rows * args.cols, dtype) : 1;
+    const std::int64_t chunks = pieces_of(vectors, CastShape::kThreads * CastShape::kVectors);
+    launch(kCastKernel[is_bf16(dtype)], Launcher::blocks(chunks), CastShape::kThreads, args, follows);
   }
 }
 

@@ -55,14 +55,22 @@ TEJIT_DEVICE float scale_of_block(const CastArgs& args) {
   return scale;
 }
 
-// The kernel's last act, from all threads: `amax` is what each has seen. Floats that are not negative order as
-// integers do, and a maximum does not depend on the order in which blocks arrive.
+// What new_amax was when this block read it: less only than what it is at the end.
+TEJIT_DEVICE u32 amax_so_far(const CastArgs& args) {
+  return args.new_amax != nullptr ? __float_as_uint(load_shared_value(args.new_amax)) : 0;
+}
+
+// The kernel's last act, from all threads: `amax` is what each has seen. Floats that are not negative order
+// as integers do, and a maximum does not depend on the order in which blocks arrive. Most blocks find nothing
+// new.
 template <int kThreads>
-TEJIT_DEVICE void collect_amax(const CastArgs& args, float amax) {
+TEJIT_DEVICE void collect_amax(const CastArgs& args, float amax, u32 so_far) {
   __shared__ u32 scratch[32];
   if (args.new_amax == nullptr) return;
+  if (!__syncthreads_or(static_cast<int>(__float_as_uint(amax)) > static_cast<int>(so_far))) return;
   amax = block_max<kThreads>(amax, scratch);
-  if (threadIdx.x == 0) atomicMax(reinterpret_cast<int*>(args.new_amax), static_cast<int>(__float_as_uint(amax)));
+  if (threadIdx.x == 0)
+    atomicMax(reinterpret_cast<int*>(args.new_amax), static_cast<int>(__float_as_uint(amax)));
 }
 
 }  // namespace fp8

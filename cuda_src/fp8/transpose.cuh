@@ -1,7 +1,4 @@
 // x * scale as FP8, transposed, and in x's own order as well where that is asked for.
-//
-// The loads of the next tile are issued before a tile is written, and two buffers make one barrier a tile
-// enough.
 #pragma once
 
 #include "common/tile.cuh"
@@ -22,51 +19,37 @@ struct TileCast : Tile<T, Plan, CastArgs> {
   TEJIT_DEVICE explicit TileCast(const CastArgs& a) : Base(a) {}
 
   TEJIT_DEVICE void convert(Place p, float scale, u32* buffer) const {
-    u8* to = args.row + this->first_element(p);
-    const int rows = args.row != nullptr ? this->rows_left_here(p) : 0;
-    const int cols = this->cols_left(p) - this->lane * kPer;
 #pragma unroll
     for (int s = 0; s < Base::kSteps; ++s) {
       u32 word[4][kPer / 4];
 #pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        encode_vector<T>(v[s][r], scale, args.fp8 != 0, word[r]);
-        this->store_row(to, s, r, word[r], rows, cols);
-      }
+      for (int r = 0; r < 4; ++r) encode_vector<T>(v[s][r], scale, args.fp8 != 0, word[r]);
+      if (args.row != nullptr) this->store_rows(p, s, word);
       this->put_squares(buffer, s, word);
     }
   }
 
-  TEJIT_DEVICE void run(u32 (*buffers)[Base::kCols * Base::kQuads]) {
-    const u64 col_bits = this->col_alignment();
-    const Place step = this->place(gridDim.x);
-    Place here = this->place(blockIdx.x);
-    u32 m = 0;
-    this->load(here, v);
+  TEJIT_DEVICE void run(u32* buffer) {
+    const Place here = this->place();
+    this->load(here);
     const float scale = scale_of_block<Plan::kThreads>(args);
-    for (int turn = 0; here.row < this->tile_rows; turn ^= 1) {
-      u32* buffer = buffers[turn];
-      this->settle();
-      this->each_vector([&](int s, int r, int) { m = T::amax_step(m, v[s][r]); });
-      const Place next = this->after(here, step);
-      this->load_ahead(next);
-      convert(here, scale, buffer);
-      this->load_after(next);
-      __syncthreads();
-      this->store_transpose(here, buffer, col_bits);
-      this->advance(next);
-      here = next;
-    }
-    collect_amax<Plan::kThreads>(args, T::amax_result(m));
+    const u32 so_far = amax_so_far(args);
+    u32 m = 0;
+    this->settle();
+    this->each_vector([&](int s, int r, int) { m = T::amax_step(m, v[s][r]); });
+    convert(here, scale, buffer);
+    __syncthreads();
+    this->store_transpose(here, buffer, this->col_alignment());
+    collect_amax<Plan::kThreads>(args, T::amax_result(m), so_far);
   }
 };
 
 template <typename T, typename Plan>
 TEJIT_DEVICE void cast_transpose(const CastArgs& args) {
   using Cast = TileCast<T, Plan>;
-  alignas(16) __shared__ u32 buffers[2][Cast::kCols * Cast::kQuads];
+  alignas(16) __shared__ u32 buffer[Cast::kCols * Cast::kQuads];
   if (is_noop(args.noop)) return;
-  Cast(args).run(buffers);
+  Cast(args).run(buffer);
 }
 
 }  // namespace fp8

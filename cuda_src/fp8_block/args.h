@@ -30,17 +30,17 @@ struct BlockArgs {
 static_assert(sizeof(BlockArgs) == 104, "host and device compilers must lay it out alike");
 
 // Threads of a block, and how many blocks a multiprocessor holds, by the size of x's elements in registers: a
-// thread holds twice as many of float32.
+// thread holds eight vectors of four (float32) or eight (bfloat16) elements.
 template <int kBytes>
 struct RowShape {
-  static constexpr int kThreads = 512;
-  static constexpr int kBlocksPerSM = kBytes == 4 ? 2 : 3;
+  static constexpr int kThreads = kBytes == 4 ? 512 : 256;
+  static constexpr int kBlocksPerSM = kBytes == 4 ? 2 : 4;
 };
 
 template <int kBytes>
 struct TransposeShape {
-  static constexpr int kThreads = 512;
-  static constexpr int kBlocksPerSM = 2;
+  static constexpr int kThreads = kBytes == 4 ? 512 : 256;
+  static constexpr int kBlocksPerSM = kBytes == 4 ? 2 : 4;
 };
 
 }  // namespace fp8_block

@@ -21,9 +21,7 @@ inline void launch_blocks(const Launcher& launch, const BlockArgs& args, int dim
   const bool transpose = args.col != nullptr, bf16 = is_bf16(dtype);
   const std::int64_t tiles = pieces_of(args.rows, kBlock) * pieces_of(args.cols, kBlock);
   const char* kernel = kKernel[dim - 1][transpose][bf16];
-  const auto with = [&](auto shape) {
-    launch(kernel, launch.blocks(tiles, shape.kBlocksPerSM), shape.kThreads, args);
-  };
+  const auto with = [&](auto shape) { launch(kernel, Launcher::blocks(tiles), shape.kThreads, args); };
   if (transpose) {
     bf16 ? with(TransposeShape<2>()) : with(TransposeShape<4>());
   } else {

@@ -1,6 +1,6 @@
 // FP8 in blocks of 128: maxima, scales and bytes of both directions from one reading of x.
 //
-// A block of threads moves tiles of 128x128, so that every block of elements lies inside one tile. Of 1x128
+// A block of threads moves a tile of 128x128, so that every block of elements lies inside one tile. Of 1x128
 // blocks the maximum stays among the threads of a row; of 128x1 and 128x128 blocks it goes through shared
 // memory, before the bytes do.
 #pragma once
@@ -14,15 +14,8 @@
 namespace tejit {
 namespace fp8_block {
 
-template <typename T, int kThreads_, Ahead kAhead_ = Ahead::kAfter, Load kLoad_ = Load::kEvictFirst,
-          Store kStore_ = Store::kStream>
-struct BlockPlan : TilePlan<kThreads_, kBlock, kBlock / T::kPerVector, kAhead_, kLoad_, kStore_> {
-  // One tile as it lies in memory.
-  TEJIT_DEVICE static uint4* stage() {
-    __shared__ uint4 memory[kBlock * kBlock / T::kPerVector];
-    return memory;
-  }
-};
+template <typename T, int kThreads_, Load kLoad_ = Load::kEvictFirst, Store kStore_ = Store::kStream>
+using BlockPlan = TilePlan<kThreads_, kBlock, kBlock / T::kPerVector, kLoad_, kStore_>;
 
 // Column maxima of every warp, in shared memory.
 template <typename T, int kThreads>
@@ -76,43 +69,28 @@ struct BlockCast : Tile<T, Plan, BlockArgs> {
   }
 
   TEJIT_DEVICE void convert_square(Place p, float scale, u32* codes) const {
-    u8* to = args.row + this->first_element(p);
-    const int rows = args.row != nullptr ? this->rows_left_here(p) : 0;
-    const int cols = this->cols_left(p) - lane * kPer;
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
       u32 word[4][kPer / 4];
 #pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        fp8::encode_vector<T>(v[s][r], scale, args.fp8 != 0, word[r]);
-        this->store_row(to, s, r, word[r], rows, cols);
-      }
+      for (int r = 0; r < 4; ++r) fp8::encode_vector<T>(v[s][r], scale, args.fp8 != 0, word[r]);
+      if (args.row != nullptr) this->store_rows(p, s, word);
       if constexpr (kTranspose) this->put_squares(codes, s, word);
     }
   }
 
-  // Two sets of words for the maxima: a warp may be a tile ahead of another that still reads.
-  TEJIT_DEVICE void squares(u32* codes, u32 (*maxima)[32]) {
-    const u64 col_bits = this->col_alignment();
-    const Place step = this->place(gridDim.x);
-    Place here = this->place(blockIdx.x);
-    this->load(here, v);
-    for (int turn = 0; here.row < this->tile_rows; turn ^= 1) {
-      u32 m = 0;
-      this->settle();
-      this->each_vector([&](int s, int r, int) { m = T::amax_step(m, v[s][r]); });
-      const float scale = scale_of(block_max<Plan::kThreads>(T::amax_result(m), maxima[turn]));
-      const Place next = this->after(here, step);
-      this->load_ahead(next);
-      if (threadIdx.x < 4) put_square_scale(here, scale);
-      convert_square(here, scale, codes);
-      this->load_after(next);
-      if constexpr (kTranspose) {
-        __syncthreads();
-        this->store_transpose(here, codes, col_bits);
-      }
-      this->advance(next);
-      here = next;
+  TEJIT_DEVICE void squares(u32* codes, u32* maxima) {
+    const Place here = this->place();
+    this->load(here);
+    u32 m = 0;
+    this->settle();
+    this->each_vector([&](int s, int r, int) { m = T::amax_step(m, v[s][r]); });
+    const float scale = scale_of(block_max<Plan::kThreads>(T::amax_result(m), maxima));
+    if (threadIdx.x < 4) put_square_scale(here, scale);
+    convert_square(here, scale, codes);
+    if constexpr (kTranspose) {
+      __syncthreads();
+      this->store_transpose(here, codes, this->col_alignment());
     }
   }
 
@@ -179,64 +157,52 @@ struct BlockCast : Tile<T, Plan, BlockArgs> {
 
   TEJIT_DEVICE void convert_vectors(Place p, const float (&row_scales)[kSteps], const float* scales,
                                     u32* codes) const {
-    u8* to = args.row + this->first_element(p);
-    const int rows = this->rows_left_here(p), cols = this->cols_left(p) - lane * kPer;
     const bool e5m2 = args.fp8 != 0;
-    float column_scale[kPer];
-    if constexpr (kTranspose) {
-#pragma unroll
-      for (int i = 0; i < kPer; i += 4) {
-        const float4 four = *reinterpret_cast<const float4*>(scales + lane * kPer + i);
-        column_scale[i] = four.x;
-        column_scale[i + 1] = four.y;
-        column_scale[i + 2] = four.z;
-        column_scale[i + 3] = four.w;
-      }
-    }
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
       u32 word[4][kPer / 4];
       if (args.row != nullptr) {
 #pragma unroll
-        for (int r = 0; r < 4; ++r) {
+        for (int r = 0; r < 4; ++r)
           fp8::encode_vector<T>(v[s][r], __shfl_sync(kAll, row_scales[s], r, 4), e5m2, word[r]);
-          this->store_row(to, s, r, word[r], rows, cols);
-        }
+        this->store_rows(p, s, word);
       }
       if constexpr (kTranspose) {
+        float column_scale[kPer];  // read again for each step: a thread has no registers to keep them in
 #pragma unroll
-        for (int r = 0; r < 4; ++r) fp8::encode_vector<T>(v[s][r], column_scale, e5m2, word[r]);
+        for (int i = 0; i < kPer; i += 4) {
+          const float4 four = *reinterpret_cast<const float4*>(scales + lane * kPer + i);
+          column_scale[i] = four.x;
+          column_scale[i + 1] = four.y;
+          column_scale[i + 2] = four.z;
+          column_scale[i + 3] = four.w;
+        }
+#pragma unroll
+        for (int r = 0; r < 4; ++r) fp8::encode_vector<T>(forgotten(v[s][r]), column_scale, e5m2, word[r]);
         this->put_squares(codes, s, word);
       }
     }
   }
 
   TEJIT_DEVICE void vectors(u32* codes, u32* maxima, float* scales) {
-    const u64 col_bits = this->col_alignment();
-    const Place step = this->place(gridDim.x);
-    Place here = this->place(blockIdx.x);
-    this->load(here, v);
-    while (here.row < this->tile_rows) {
-      this->settle();
-      if constexpr (kTranspose) {
-        column_maxima(maxima);
-        __syncthreads();
-        column_scales(here, maxima, scales);
-      }
-      float row_scales[kSteps] = {};
-      if (args.row != nullptr) {
+    const Place here = this->place();
+    this->load(here);
+    this->settle();
+    if constexpr (kTranspose) {
+      column_maxima(maxima);
+      __syncthreads();
+      column_scales(here, maxima, scales);
+    }
+    float row_scales[kSteps] = {};
+    if (args.row != nullptr) {
 #pragma unroll
-        for (int s = 0; s < kSteps; ++s) row_scales[s] = row_scale(here, s);
-      }
-      if constexpr (kTranspose) __syncthreads();
-      convert_vectors(here, row_scales, scales, codes);
-      const Place next = this->after(here, step);
-      this->load_after(next);
-      if constexpr (kTranspose) {
-        __syncthreads();
-        this->store_transpose(here, codes, col_bits);
-      }
-      here = next;
+      for (int s = 0; s < kSteps; ++s) row_scales[s] = row_scale(here, s);
+    }
+    if constexpr (kTranspose) __syncthreads();
+    convert_vectors(here, row_scales, scales, codes);
+    if constexpr (kTranspose) {
+      __syncthreads();
+      this->store_transpose(here, codes, this->col_alignment());
     }
   }
 };
@@ -257,19 +223,18 @@ struct Shared<T, kThreads, 1, true> {
 
 template <typename T, int kThreads>
 struct Shared<T, kThreads, 2, false> {
-  u32 maxima[2][32];
+  u32 maxima[32];
 };
 
 template <typename T, int kThreads>
 struct Shared<T, kThreads, 2, true> {
   alignas(16) u32 codes[kBlock * kBlock / 4];
-  u32 maxima[2][32];
+  u32 maxima[32];
 };
 
 // kDim: 1 for 1x128 and 128x1, 2 for 128x128.
 template <typename T, typename Plan, int kDim, bool kTranspose>
 TEJIT_DEVICE void quantize_blocks(const BlockArgs& args) {
-  static_assert(kDim == 2 || Plan::kAhead == Ahead::kAfter, "vectors() loads after it has made a tile's bytes");
   __shared__ Shared<T, Plan::kThreads, kDim, kTranspose> memory;
   if (fp8::is_noop(args.noop)) return;
   BlockCast<T, Plan, kTranspose> cast(args);

@@ -25,7 +25,7 @@ inline void launch_quantize(const Launcher& launch, Args args) {
     const std::int64_t across = pieces_of(args.cols, kOuter) * (kOuter / (kLanes * shape.kPer));
     const std::int64_t pieces = pieces_of(down * across, shape.kThreads / 32);
     args.wide = moves_at_once(args, shape.kPer);
-    launch(kernel, launch.blocks(pieces, shape.kBlocksPerSM), shape.kThreads, args);
+    launch(kernel, Launcher::blocks(pieces), shape.kThreads, args);
   };
   if (args.dtype == 2 && moves_at_once(args, Bf16Shape::kPer)) {
     with("tejit_mxfp8_bf16", Bf16Shape());

@@ -119,7 +119,6 @@ struct Quantize {
   TEJIT_DEVICE u32 tiles() const { return static_cast<u32>(down * across); }
 
   TEJIT_DEVICE void load(u32 t) {
-    if (t >= tiles()) return;
     const u32 row = t / static_cast<u32>(across);
     m0 = static_cast<i64>(row) * kBlock + group;
     k0 = static_cast<i64>(t - row * static_cast<u32>(across)) * kCols + lane * kPer;
@@ -327,27 +326,23 @@ struct Quantize {
   }
 
   TEJIT_DEVICE void run() {
-    const u32 warps = blockDim.x / 32;
-    u32 t = blockIdx.x * warps + threadIdx.x / 32;
+    const u32 t = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+    if (t >= tiles()) return;
     load(t);
-    while (t < tiles()) {
-      if constexpr (T::kAny) {
-        if (args.dtype != 0) widen_halves();
-      }
-      Scales s;
-      u32 c[4];
-      if (args.col != nullptr || args.square) column_maxima(c);
-      if (args.square) {
-        square(s, c);
-      } else {
-        if (args.row != nullptr) along_rows(s);
-        if (args.col != nullptr) along_columns(s, c);
-      }
-      put_scales(s);
-      convert(s);
-      t += gridDim.x * warps;
-      load(t);
+    if constexpr (T::kAny) {
+      if (args.dtype != 0) widen_halves();
     }
+    Scales s;
+    u32 c[4];
+    if (args.col != nullptr || args.square) column_maxima(c);
+    if (args.square) {
+      square(s, c);
+    } else {
+      if (args.row != nullptr) along_rows(s);
+      if (args.col != nullptr) along_columns(s, c);
+    }
+    put_scales(s);
+    convert(s);
   }
 };
 
