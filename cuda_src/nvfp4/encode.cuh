@@ -90,7 +90,8 @@ struct Scales {
   float encode;
   float decode;
   float sixth;  // encode * float32(1/6)
-  // Where multipliers are so small that an eighth of them would not be exact, x is divided instead.
+  // A multiplier may be so small that an eighth of it is not exact; then x is divided instead, which is exact
+  // wherever it matters.
   bool huge;
 };
 
@@ -245,13 +246,11 @@ TEJIT_DEVICE uint2 encode(Packed x, const BlockScale& b, const Scales& s, const 
     return b.byte == kNan ? make_uint2(0, 0) : codes;
   }
 #endif
-  const u32 signs_x = signs_of(x.w), signs_y = signs_of(x.w + 4);
-  float eighth = b.multiplier;
-  if (s.huge) {
+  float eighth = __fmul_rn(b.multiplier, 0.125f);
+  if (s.huge && b.multiplier < 0x1p-100f) {
+    eighth = b.multiplier;
 #pragma unroll
     for (int i = 0; i < 8; ++i) x.w[i] = multiply_bf16x2(x.w[i], 0x3e003e00u);
-  } else {
-    eighth = __fmul_rn(eighth, 0.125f);
   }
   if constexpr (kRandom) {
     const uint4 r = random_bytes(random, block);
@@ -259,7 +258,9 @@ TEJIT_DEVICE uint2 encode(Packed x, const BlockScale& b, const Scales& s, const 
   } else {
     codes = make_uint2(nearest8(x.w, eighth), nearest8(x.w + 4, eighth));
   }
-  return b.byte == kNan ? make_uint2(0, 0) : make_uint2(codes.x + signs_x, codes.y + signs_y);
+  codes.x += signs_of(x.w);
+  codes.y += signs_of(x.w + 4);
+  return b.byte == kNan ? make_uint2(0, 0) : codes;
 }
 
 }  // namespace nvfp4
