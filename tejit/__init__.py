@@ -12,6 +12,9 @@ from tejit.formats import (
     Float8CurrentScalingQuantizer,
     Float8Tensor,
     Float8TensorStorage,
+    NVFP4Quantizer,
+    NVFP4Tensor,
+    NVFP4TensorStorage,
 )
 from tejit.jit import CacheError, CompileError, KernelNotCached, TejitError, ToolchainError, warm
 from tejit.kernels import library as _ops  # noqa: F401 - registers the ops
@@ -35,6 +38,9 @@ __all__ = [
     "InnerTensor",
     "KernelNotCached",
     "Linear",
+    "NVFP4Quantizer",
+    "NVFP4Tensor",
+    "NVFP4TensorStorage",
     "QuantizedTensor",
     "QuantizedTensorStorage",
     "Quantizer",

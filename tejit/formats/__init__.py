@@ -1,4 +1,4 @@
-"""The formats: one file each, with its quantizer, its storage and its tensor."""
+"""The formats: one file (or folder) each, with its quantizer, its storage and its tensor."""
 
 from tejit.formats.float8 import Float8CurrentScalingQuantizer, Float8Tensor, Float8TensorStorage
 from tejit.formats.float8_block import (
@@ -6,6 +6,7 @@ from tejit.formats.float8_block import (
     Float8BlockwiseQTensor,
     Float8BlockwiseQTensorStorage,
 )
+from tejit.formats.nvfp4 import NVFP4Quantizer, NVFP4Tensor, NVFP4TensorStorage
 
 __all__ = [
     "Float8BlockQuantizer",
@@ -14,4 +15,7 @@ __all__ = [
     "Float8CurrentScalingQuantizer",
     "Float8Tensor",
     "Float8TensorStorage",
+    "NVFP4Quantizer",
+    "NVFP4Tensor",
+    "NVFP4TensorStorage",
 ]
