@@ -125,16 +125,22 @@ TEJIT_DEVICE u32 max_abs_or_nan_bf16x2(u32 a, u32 b) {
   return m;
 }
 
-// x with its sign, not larger than `limit`, which is positive.
-TEJIT_DEVICE u32 limit_bf16x2(u32 x, u32 limit) {
-  u32 m;
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
-  asm("min.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(m) : "r"(x), "r"(limit));
+// Products of packed bfloat16.
+TEJIT_DEVICE u32 multiply_bf16x2(u32 a, u32 b) {
+  u32 p;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(p) : "r"(a), "r"(b));
 #else
-  asm("min.bf16x2 %0, %1, %2;" : "=r"(m) : "r"(x & 0x7fff7fffu), "r"(limit));
-  m |= x & 0x80008000u;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(p) : "r"(a), "r"(b), "r"(0x80008000u));
 #endif
-  return m;
+  return p;
+}
+
+// a * b, and 1 where that is more; NaN becomes 0.
+TEJIT_DEVICE float multiply_up_to_1(float a, float b) {
+  float p;
+  asm("mul.rn.sat.f32 %0, %1, %2;" : "=f"(p) : "f"(a), "f"(b));
+  return p;
 }
 
 // Rounded to nearest even; `lo` in the lower half.

@@ -107,11 +107,15 @@ struct Values {
   u32 amax;  // bits of the largest |x| of the block or tile, NaN where it has one
 };
 
+TEJIT_DEVICE float eighth_of(float f, float multiplier) {
+  return __fmul_rn(fminf(__fmul_rn(fabsf(f), multiplier), 6.0f), 0.125f);
+}
+
 TEJIT_DEVICE uint2 nearest_codes(const float (&f)[16], float multiplier) {
   u32 codes[2] = {0, 0};
 #pragma unroll
   for (int i = 15; i >= 0; --i) {
-    const u32 code = nearest_code(fminf(__fmul_rn(fabsf(f[i]), multiplier), 6.0f)) & 7u;
+    const u32 code = nearest_code(eighth_of(f[i], multiplier)) & 7u;
     codes[i / 8] = codes[i / 8] * 16 + code + ((__float_as_uint(f[i]) >> 28) & 8u);
   }
   return make_uint2(codes[0], codes[1]);
@@ -122,8 +126,7 @@ TEJIT_DEVICE uint2 stochastic_codes(const float (&f)[16], float multiplier, uint
   u32 codes[2] = {0, 0};
 #pragma unroll
   for (int i = 15; i >= 0; --i) {
-    const u32 code =
-        stochastic_code(fminf(__fmul_rn(fabsf(f[i]), multiplier), 6.0f), random_of(word[i / 4], i % 4));
+    const u32 code = stochastic_code(eighth_of(f[i], multiplier), random_of(word[i / 4], i % 4));
     codes[i / 8] = codes[i / 8] * 16 + code + ((__float_as_uint(f[i]) >> 28) & 8u);
   }
   return make_uint2(codes[0], codes[1]);

@@ -72,12 +72,16 @@ struct RandomRowShape {
   static constexpr int kBlocksPerSM = 4;
 };
 
-// Tiles of 128 rows of x by 64 columns: whole tiles of swizzled scales, and whole sectors of both outputs.
+// Tiles of x: whole tiles of swizzled scales, and whole sectors of both outputs.
 struct TileShape {
   static constexpr int kThreads = 256;
-  static constexpr int kBlocksPerSM = 3;
+  static constexpr int kBlocksPerSM = 4;
   static constexpr int kRows = 128;
-  static constexpr int kCols = 64;
+  static constexpr int kCols = 128;
+};
+struct RandomTileShape {
+  static constexpr int kThreads = TileShape::kThreads;
+  static constexpr int kBlocksPerSM = 3;
 };
 
 // 16 rows of x by 128 columns a warp.
@@ -96,7 +100,7 @@ struct AnyShape {
 // 32 rows at once (or, of columns, 32 columns).
 struct LineShape {
   static constexpr int kThreads = 1024;
-  static constexpr int kBlocksPerSM = 2;
+  static constexpr int kBlocksPerSM = 1;
   static constexpr int kLines = 32;
 };
 

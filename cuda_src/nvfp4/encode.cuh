@@ -44,25 +44,33 @@ TEJIT_DEVICE float e4m3_value(u32 byte) {
 
 // --- E2M1 ---
 
-// The codes of a magnitude are those of round(2v), round(v) + 2 and round(v / 2) + 4, whichever is least.
-// Each rounds by being added to a number whose last place is 1; the sum's lowest bits are the code, the
-// others kCodeBias's. v is below 7.
+// Magnitudes come as eighths, at most 1: a multiplication saturates there for nothing, and so a magnitude of
+// 8 or more gets code 8, which whoever packs codes turns into 7.
+
+// The code of v / 8 is the least of round(2v), round(v) + 2 and round(v / 2) + 4. Each rounds by being added
+// to a number whose last place is 1; the lowest four bits of the sum are the code, the others kCodeBias's.
 constexpr u32 kCodeBias = 0x4b000000u;
 
-TEJIT_DEVICE u32 nearest_code(float v) {
+TEJIT_DEVICE u32 nearest_code(float eighth) {
   constexpr float kBig = 8388608.0f;
-  return min3(__float_as_uint(__fmaf_rn(v, 2.0f, kBig)), __float_as_uint(__fadd_rn(v, kBig + 2.0f)),
-              __float_as_uint(__fmaf_rn(v, 0.5f, kBig + 4.0f)));
+  return min3(__float_as_uint(__fmaf_rn(eighth, 16.0f, kBig)),
+              __float_as_uint(__fmaf_rn(eighth, 8.0f, kBig + 2.0f)),
+              __float_as_uint(__fmaf_rn(eighth, 4.0f, kBig + 4.0f)));
 }
 
-// The code to which v, at most 6, is rounded by `random`: 2^23 plus a number below 256.
-TEJIT_DEVICE u32 stochastic_code(float v, float random) {
+// The code to which v / 8 is rounded by `random`: 2^23 plus a number below 256.
+TEJIT_DEVICE u32 stochastic_code(float eighth, float random) {
   // (number + 1/2) / 512, exactly; times v's power of two, or 1: that part of the step from code to code.
   const float half = __fmaf_rn(random, 0x1p-9f, -16383.9990234375f);
-  const float power = __uint_as_float(__float_as_uint(fmaxf(v, 1.0f)) & kInfinity);
-  const float raised = __fmaf_rn(half, power, v);
+  const float power = __uint_as_float(__float_as_uint(fmaxf(eighth, 0.125f)) & kInfinity);
+  const float raised = __fmaf_rn(half, power, eighth);
   // As the smallest float32 numbers, these have E2M1's own fields; what lies below is cut off.
-  return __float_as_uint(multiply_down(raised, 0x1p-126f)) >> 22;
+  return __float_as_uint(multiply_down(raised, 0x1p-123f)) >> 22;
+}
+
+// Eight codes out of eight nibbles from 0 to 8.
+TEJIT_DEVICE u32 at_most_seven(u32 codes) {
+  return codes - ((codes & 0x88888888u) >> 3);
 }
 
 // Byte i of a word, as 2^23 plus its number.
@@ -82,6 +90,9 @@ struct Scales {
   float encode;
   float decode;
   float sixth;  // encode * float32(1/6)
+  // A multiplier may be so small that an eighth of it is not exact; then x is divided instead, which is exact
+  // wherever it matters.
+  bool huge;
 };
 
 TEJIT_DEVICE Scales scales_of(float amax, float e4m3_max) {
@@ -91,6 +102,7 @@ TEJIT_DEVICE Scales scales_of(float amax, float e4m3_max) {
   s.encode = usable ? fminf(__fdiv_rn(__fmul_rn(6.0f, e4m3_max), amax), kLargest) : 1.0f;
   s.decode = __fdiv_rn(1.0f, s.encode);
   s.sixth = __fmul_rn(s.encode, kSixth);
+  s.huge = s.decode > 0x1p114f;
   return s;
 }
 
@@ -103,15 +115,10 @@ TEJIT_DEVICE float stored_amax(float amax, float e4m3_max) {
 struct BlockScale {
   u32 byte;
   float multiplier;
-  float inverse;  // of the multiplier, about
 };
 
 TEJIT_DEVICE BlockScale with_byte(u32 byte, const Scales& s) {
-  BlockScale b;
-  b.byte = byte;
-  b.inverse = __fmul_rn(e4m3_value(byte), s.decode);
-  b.multiplier = fminf(__frcp_rn(b.inverse), kLargest);
-  return b;
+  return {byte, fminf(__frcp_rn(__fmul_rn(e4m3_value(byte), s.decode)), kLargest)};
 }
 
 // amax: the bits of a block's, NaN where it has one.
@@ -156,61 +163,48 @@ TEJIT_DEVICE u32 signs_of(const u32* w) {
   return ((even >> 4) & 0x08080808u) | (odd & 0x80808080u);
 }
 
+// Eight codes to nearest. `eighth` is the multiplier's, or x is.
+TEJIT_DEVICE u32 nearest8(const u32* w, float eighth) {
+  u32 codes = 0;
+#pragma unroll
+  for (int i = 3; i >= 0; --i) {
+    codes = codes * 16 + nearest_code(multiply_up_to_1(fabsf(upper(w[i])), eighth));
+    codes = codes * 16 + nearest_code(multiply_up_to_1(fabsf(lower(w[i])), eighth));
+  }
+  return at_most_seven(codes - kCodeBias * 0x11111111u);
+}
+
+// Eight codes by eight random bytes.
+TEJIT_DEVICE u32 stochastic8(const u32* w, float eighth, u32 random_lo, u32 random_hi) {
+  u32 codes = 0;
+#pragma unroll
+  for (int i = 3; i >= 0; --i) {
+    const u32 random = i < 2 ? random_lo : random_hi;
+    const float hi = multiply_up_to_1(fabsf(upper(w[i])), eighth);
+    const float lo = multiply_up_to_1(fabsf(lower(w[i])), eighth);
+    codes = codes * 16 + stochastic_code(hi, random_of(random, 2 * (i % 2) + 1));
+    codes = codes * 16 + stochastic_code(lo, random_of(random, 2 * (i % 2)));
+  }
+  return at_most_seven(codes);
+}
+
 #if TEJIT_HAS_E2M1
-TEJIT_DEVICE u32 nearest_pair(float lo, float hi) {
+TEJIT_DEVICE u32 hardware_pair(float lo, float hi) {
   u32 byte;
   asm("{.reg .b8 pair; cvt.rn.satfinite.e2m1x2.f32 pair, %1, %2; cvt.u32.u8 %0, pair;}"
       : "=r"(byte)
       : "f"(hi), "f"(lo));
   return byte;
 }
-#endif
 
-// Eight codes to nearest.
-TEJIT_DEVICE u32 nearest8(const u32* w, const BlockScale& s) {
-#if TEJIT_HAS_E2M1
+TEJIT_DEVICE u32 hardware8(const u32* w, float multiplier) {
   u32 byte[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i)
-    byte[i] = nearest_pair(__fmul_rn(lower(w[i]), s.multiplier), __fmul_rn(upper(w[i]), s.multiplier));
+    byte[i] = hardware_pair(__fmul_rn(lower(w[i]), multiplier), __fmul_rn(upper(w[i]), multiplier));
   return permute(permute(byte[0], byte[1], 0x0040), permute(byte[2], byte[3], 0x0040), 0x5410);
-#else
-  // What exceeds 6 is brought to between 5 and 7 beforehand, two numbers at once.
-  const float six = __fmul_rn(6.0f, fmaxf(s.inverse, 0x1p-128f));
-  const u32 limit = permute(__float_as_uint(fminf(six, kLargest)), 0, 0x3232);
-  u32 codes = 0;
-#pragma unroll
-  for (int i = 3; i >= 0; --i) {
-    const u32 x = limit_bf16x2(w[i], limit);
-    codes = codes * 16 + nearest_code(__fmul_rn(fabsf(upper(x)), s.multiplier));
-    codes = codes * 16 + nearest_code(__fmul_rn(fabsf(lower(x)), s.multiplier));
-  }
-  codes = codes - kCodeBias * 0x11111111u + signs_of(w);
-  // Under a caller's own amax the only number above 6 may be infinity: its code is 7, whatever the limit is.
-  if (six > kLargest) {
-    u32 infinite[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) infinite[i] = (w[i] & 0x7f807f80u) + 0x00800080u;
-    const u32 top = signs_of(infinite);
-    codes |= (top >> 1) | (top >> 2) | (top >> 3);
-  }
-  return codes;
+}
 #endif
-}
-
-// Eight codes by eight random bytes.
-TEJIT_DEVICE u32 stochastic8(const u32* w, const BlockScale& s, u32 random_lo, u32 random_hi) {
-  u32 codes = 0;
-#pragma unroll
-  for (int i = 3; i >= 0; --i) {
-    const u32 random = i < 2 ? random_lo : random_hi;
-    const float hi = fminf(__fmul_rn(fabsf(upper(w[i])), s.multiplier), 6.0f);
-    const float lo = fminf(__fmul_rn(fabsf(lower(w[i])), s.multiplier), 6.0f);
-    codes = codes * 16 + stochastic_code(hi, random_of(random, 2 * (i % 2) + 1));
-    codes = codes * 16 + stochastic_code(lo, random_of(random, 2 * (i % 2)));
-  }
-  return codes + signs_of(w);
-}
 
 // --- random bits ---
 
@@ -244,15 +238,29 @@ TEJIT_DEVICE uint4 random_bytes(const Random& r, u64 block) {
 
 // Sixteen codes; `block` counts the blocks of the direction. A NaN has taken the block's scale: no code then.
 template <bool kRandom>
-TEJIT_DEVICE uint2 encode(const Packed& x, const BlockScale& s, const Random& random, u64 block) {
+TEJIT_DEVICE uint2 encode(Packed x, const BlockScale& b, const Scales& s, const Random& random, u64 block) {
   uint2 codes;
+#if TEJIT_HAS_E2M1
+  if constexpr (!kRandom) {
+    codes = make_uint2(hardware8(x.w, b.multiplier), hardware8(x.w + 4, b.multiplier));
+    return b.byte == kNan ? make_uint2(0, 0) : codes;
+  }
+#endif
+  float eighth = __fmul_rn(b.multiplier, 0.125f);
+  if (s.huge && b.multiplier < 0x1p-100f) {
+    eighth = b.multiplier;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x.w[i] = multiply_bf16x2(x.w[i], 0x3e003e00u);
+  }
   if constexpr (kRandom) {
     const uint4 r = random_bytes(random, block);
-    codes = make_uint2(stochastic8(x.w, s, r.x, r.y), stochastic8(x.w + 4, s, r.z, r.w));
+    codes = make_uint2(stochastic8(x.w, eighth, r.x, r.y), stochastic8(x.w + 4, eighth, r.z, r.w));
   } else {
-    codes = make_uint2(nearest8(x.w, s), nearest8(x.w + 4, s));
+    codes = make_uint2(nearest8(x.w, eighth), nearest8(x.w + 4, eighth));
   }
-  return s.byte == kNan ? make_uint2(0, 0) : codes;
+  codes.x += signs_of(x.w);
+  codes.y += signs_of(x.w + 4);
+  return b.byte == kNan ? make_uint2(0, 0) : codes;
 }
 
 }  // namespace nvfp4

@@ -133,10 +133,11 @@ inline void launch_cast(const Launcher& launch, const CastArgs& args, const Call
         std::max(row ? call.rows * (call.cols / kBlock) : 0, col ? call.cols * (call.rows / kBlock) : 0);
     start("tejit_nvfp4_cast_any", pieces_of(units, AnyShape::kThreads), AnyShape());
   } else if (col || call.square) {
-    const std::int64_t tiles = pieces_of(call.rows, TileShape::kRows) *
-                               (pieces_of(call.cols, kScaleRows) * (kScaleRows / TileShape::kCols));
+    const std::int64_t tiles =
+        pieces_of(call.rows, TileShape::kRows) * pieces_of(call.cols, TileShape::kCols);
     if (random) {
-      start(rht ? "tejit_nvfp4_cast_tile_rht_random" : "tejit_nvfp4_cast_tile_random", tiles, TileShape());
+      start(rht ? "tejit_nvfp4_cast_tile_rht_random" : "tejit_nvfp4_cast_tile_random", tiles,
+            RandomTileShape());
     } else {
       start(rht ? "tejit_nvfp4_cast_tile_rht" : "tejit_nvfp4_cast_tile", tiles, TileShape());
     }

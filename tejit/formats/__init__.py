@@ -12,6 +12,7 @@ from tejit.formats.float8_block import (
     Float8BlockwiseQTensorStorage,
 )
 from tejit.formats.mxfp8 import MXFP8Quantizer, MXFP8Tensor, MXFP8TensorStorage
+from tejit.formats.nvfp4 import NVFP4Quantizer, NVFP4Tensor, NVFP4TensorStorage
 
 __all__ = [
     "Float8BlockQuantizer",
@@ -24,4 +25,7 @@ __all__ = [
     "MXFP8Quantizer",
     "MXFP8Tensor",
     "MXFP8TensorStorage",
+    "NVFP4Quantizer",
+    "NVFP4Tensor",
+    "NVFP4TensorStorage",
 ]
