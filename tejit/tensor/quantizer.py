@@ -177,6 +177,14 @@ class Quantizer(metaclass=compat.ValueMeta):
         """``(rowwise, columnwise)``: what the buffers of a storage or tensor can serve; traceable."""
         raise NotImplementedError(f"{type(self).__name__} does not define usages_of")
 
+    def for_nominal(self: Self, dtype: torch.dtype) -> Self:
+        """The quantizer whose buffers a tensor of nominal ``dtype`` has: itself, unless its own dtype follows it."""
+        return self
+
+    def _owned(self, inner: Inner, x: Tensor) -> Inner:
+        """``inner``, made by :meth:`quantize_inner` from ``x``, as buffers that share no memory with ``x``."""
+        return inner
+
     def is_quantizable(self, x: Tensor) -> bool:
         """Whether ``x`` can be quantized as it is: dtype and, where the format has one, alignment."""
         return x.dtype in HIGH_PRECISION_DTYPES
@@ -291,7 +299,7 @@ class Quantizer(metaclass=compat.ValueMeta):
 
     def _build(self, inner: Inner, like: Tensor, nominal: torch.dtype) -> Any:
         metadata = self.create_metadata(tuple(like.shape), dtype=nominal)
-        return metadata["cls"]._from_inner(inner, metadata, tuple(like.shape), like.device)
+        return metadata["cls"]._from_inner(self._owned(inner, like), metadata, tuple(like.shape), like.device)
 
     # -- allocation ---------------------------------------------------------------------------------------
     def make_empty(
@@ -316,7 +324,7 @@ class Quantizer(metaclass=compat.ValueMeta):
             if not isinstance(length, int) or length < 0:
                 raise ValueError(f"dimension {index} of shape {size} is {length!r}; it must be an int of at least 0")
         metadata = self.create_metadata(size, dtype=dtype, requires_grad=requires_grad)
-        inner = self._allocate(size, where, pin_memory)
+        inner = self.for_nominal(dtype)._allocate(size, where, pin_memory)
         held = next((t.device for t in inner if t is not None), where)
         return metadata["cls"]._from_inner(inner, metadata, size, held)
 
