@@ -38,8 +38,8 @@ class Operand(NamedTuple):
     """
 
     codes: Tensor
-    scale_inv: Tensor
-    fp8: int
+    scale_inv: Tensor | None
+    fp8: int = 0
     block_dim: int = 0
     pow2_scales: bool = False
     kind: str = "fp8"
