@@ -465,9 +465,7 @@ class HybridQuantizedTensor(QuantizedTensor, HybridQuantizedTensorStorage):
 
     def _over(self, row: Any, column: Any) -> Any:
         """The hybrid of two nested tensors of one shape."""
-        inner = self._hybrid()._join(
-            None if row is None else row._inner(), None if column is None else column._inner()
-        )
+        inner = self._hybrid()._join(None if row is None else row._inner(), None if column is None else column._inner())
         either = row if row is not None else column
         buffers = dict(zip(self._buffer_keywords().values(), inner, strict=True))
         view = type(self)._construct(

@@ -50,7 +50,7 @@ def _rotated(x):
     _, _, codes, scales, _, amax = nvfp4.quantize(
         source, False, True, True, MASK, False, False, 0, 448, False, None, None, None
     )
-    values = nvfp4.dequantize_col(codes, scales, amax, 448, False, True, MASK, tuple(source.shape), torch.float32)
+    values = nvfp4.dequantize_col(codes, scales, amax, 448, False, tuple(source.shape), True, MASK, torch.float32)
     return Operand(codes, scales, kind="nvfp4", amax=amax, sign_mask=MASK), values.t()
 
 
@@ -181,7 +181,7 @@ def test_native_arguments_mean_the_product(pair, monkeypatch) -> None:
         a, a_values = made(pair[0], (m, k), "cpu", 1)
         b, b_values = made(pair[1], (n, k), "cpu", 2)
         assert is_native(a, b)
-        rotated = 2 ** -20 if a.sign_mask else 0
+        rotated = 2**-20 if a.sign_mask else 0
         for out_dtype in (torch.float32, torch.bfloat16, torch.float16):
             for bias in (None, provoking("normal", (n,), out_dtype, 3)):
                 got = native.gemm(a, b, out_dtype, bias, False)
@@ -193,8 +193,10 @@ def test_native_arguments_mean_the_product(pair, monkeypatch) -> None:
 def test_native_calls_pass_torch_s_own_checks(pair) -> None:
     """Oracle: torch's description of the op for tensors without data, strides and scale sizes included."""
     a, _ = made(pair[0], (160, 96), "cpu", 1)
-    b, _ = made(pair[1], (52, 96), "cpu", 2) if "columnwise" not in pair[1] and "rotated" not in pair[1] else made(
-        pair[1], (64, 96), "cpu", 2
+    b, _ = (
+        made(pair[1], (52, 96), "cpu", 2)
+        if "columnwise" not in pair[1] and "rotated" not in pair[1]
+        else made(pair[1], (64, 96), "cpu", 2)
     )
     with FakeTensorMode() as mode:
 
