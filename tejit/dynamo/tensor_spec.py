@@ -80,7 +80,7 @@ class TensorSpec:
         if self.quantizer is None:
             return [torch.empty(self.shape, dtype=self.dtype, device=where)]
         names = self.inner_names()
-        tensors = self.quantizer.for_nominal(self.dtype).alloc_tensors(self.shape, device=where)
+        tensors = self.quantizer.alloc_tensors(self.shape, device=where, dtype=self.dtype)
         return [tensors[name] for name in names]
 
     def assemble(self, inner: list[Tensor] | tuple[Tensor, ...]) -> Any:

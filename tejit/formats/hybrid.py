@@ -108,13 +108,6 @@ class HybridQuantizer(Quantizer):
             columnwise = (None,) * len(_declared(self.columnwise_quantizer))
         return (*rowwise, *columnwise)
 
-    def for_nominal(self, dtype: torch.dtype) -> Any:
-        """This quantizer over the children's own :meth:`for_nominal`."""
-        row, column = self.rowwise_quantizer.for_nominal(dtype), self.columnwise_quantizer.for_nominal(dtype)
-        if row is self.rowwise_quantizer and column is self.columnwise_quantizer:
-            return self
-        return self.replace(rowwise_quantizer=row, columnwise_quantizer=column)
-
     def inner_tensor_specs(
         self, shape: tuple[int, ...], device: torch.device | str | None = None
     ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -122,12 +115,17 @@ class HybridQuantizer(Quantizer):
 
         Raises what the children raise for a shape that they cannot hold.
         """
-        where = resolve_device(device)
+        return self.specs_as(shape, resolve_device(device), torch.float32)
+
+    def specs_as(
+        self, shape: tuple[int, ...], device: torch.device, nominal: torch.dtype
+    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """:meth:`inner_tensor_specs` of a tensor whose nominal dtype is known."""
         specs: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         if self.rowwise_usage:
-            specs.update(_prefixed("rowwise", self.rowwise_quantizer.inner_tensor_specs(shape, where)))
+            specs.update(_prefixed("rowwise", self.rowwise_quantizer.specs_as(shape, device, nominal)))
         if self.columnwise_usage:
-            specs.update(_prefixed("columnwise", self.columnwise_quantizer.inner_tensor_specs(shape, where)))
+            specs.update(_prefixed("columnwise", self.columnwise_quantizer.specs_as(shape, device, nominal)))
         return specs
 
     def storage_metadata(self, fake_dtype: torch.dtype) -> dict[str, Any]:
@@ -189,10 +187,13 @@ class HybridQuantizer(Quantizer):
                 source = self._rowwise_values(self.rowwise_quantizer.quantize_inner(x, amax_reduction_group), x)
             self.columnwise_quantizer._quantize_into(source, column, noop_flag, amax_reduction_group)
 
-    def _allocate(self, shape: tuple[int, ...], device: torch.device, pin_memory: bool) -> Inner:
+    def _allocate_as(
+        self, shape: tuple[int, ...], device: torch.device, pin_memory: bool, nominal: torch.dtype
+    ) -> Inner:
+        row, column = self.rowwise_quantizer, self.columnwise_quantizer
         return self._join(
-            self.rowwise_quantizer._allocate(shape, device, pin_memory) if self.rowwise_usage else None,
-            self.columnwise_quantizer._allocate(shape, device, pin_memory) if self.columnwise_usage else None,
+            row._allocate_as(shape, device, pin_memory, nominal) if self.rowwise_usage else None,
+            column._allocate_as(shape, device, pin_memory, nominal) if self.columnwise_usage else None,
         )
 
     def usages_of(self, storage: Any) -> tuple[bool, bool]:
@@ -253,7 +254,7 @@ def _prefixed(direction: str, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _any(inner: Inner) -> bool:
-    return any([tensor is not None for tensor in inner])
+    return any(tensor is not None for tensor in inner)
 
 
 def _storage(child: Quantizer, inner: Inner, shape: tuple[int, ...], dtype: torch.dtype, device: Any) -> Any:
@@ -430,7 +431,8 @@ class HybridQuantizedTensor(QuantizedTensor, HybridQuantizedTensorStorage):
 
     def _nested_tensors(self) -> tuple[Any, Any]:
         """The children as tensors over the same buffers; None for an absent direction."""
-        quantizer, made = self._hybrid(), []
+        quantizer = self._hybrid()
+        made: list[Any] = []
         for child, inner in zip(
             (quantizer.rowwise_quantizer, quantizer.columnwise_quantizer), quantizer._split(self._inner()), strict=True
         ):

@@ -48,16 +48,17 @@ class IdentityQuantizer(Quantizer):
             raise TypeError(f"dtype is {dtype!r}; it must be torch.float32, torch.bfloat16, torch.float16 or None")
         self._init_fields(dtype=dtype)
 
-    def for_nominal(self, dtype: torch.dtype) -> "IdentityQuantizer":
-        """This quantizer with ``dtype`` where it has none of its own."""
-        return self if self.dtype is not None else self.replace(dtype=dtype)
-
     def inner_tensor_specs(
         self, shape: tuple[int, ...], device: torch.device | str | None = None
     ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """``{"_hp_data": (shape, dtype)}``; float32 where ``dtype`` is None, see :meth:`for_nominal`."""
-        resolve_device(device)
-        return {"_hp_data": (tuple(shape), torch.float32 if self.dtype is None else self.dtype)}
+        """``{"_hp_data": (shape, dtype)}``; where ``dtype`` is None that of a nominally float32 tensor."""
+        return self.specs_as(shape, resolve_device(device), torch.float32)
+
+    def specs_as(
+        self, shape: tuple[int, ...], device: torch.device, nominal: torch.dtype
+    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """``{"_hp_data": (shape, dtype)}``; where ``dtype`` is None the nominal one."""
+        return {"_hp_data": (tuple(shape), nominal if self.dtype is None else self.dtype)}
 
     def storage_metadata(self, fake_dtype: torch.dtype) -> dict[str, Any]:
         """``{"cls", "nontensor_kwargs"}`` of the storage or tensor that this quantizer makes."""
@@ -91,8 +92,10 @@ class IdentityQuantizer(Quantizer):
             )
         write_unless((dst._hp_data,), (x.to(dst._hp_data.dtype),), noop_flag)
 
-    def _allocate(self, shape: tuple[int, ...], device: torch.device, pin_memory: bool) -> Inner:
-        return (torch.empty(shape, dtype=self.dtype or torch.float32, device=device, pin_memory=pin_memory),)
+    def _allocate_as(
+        self, shape: tuple[int, ...], device: torch.device, pin_memory: bool, nominal: torch.dtype
+    ) -> Inner:
+        return (torch.empty(shape, dtype=self.dtype or nominal, device=device, pin_memory=pin_memory),)
 
     def usages_of(self, storage: Any) -> tuple[bool, bool]:
         """``(rowwise, columnwise)``: the one buffer serves both; traceable."""

@@ -117,6 +117,9 @@ _define(
     " -> (Tensor row, Tensor row_scale_inv, Tensor col, Tensor col_scale_inv, Tensor amax_row, Tensor amax_col)",
     nvfp4_reference.make_empty,
     nvfp4_fake.make_empty,
+    native=False,
+)
+_define(
     "mxfp8_quantize",
     "(Tensor x, int fp8, bool rowwise, bool columnwise, bool square, bool swizzled)"
     " -> (Tensor row, Tensor row_scale_inv, Tensor col, Tensor col_scale_inv)",

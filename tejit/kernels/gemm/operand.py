@@ -56,7 +56,7 @@ def exact_in_bfloat16(operand: Operand) -> bool:
 
 
 def values(operand: Operand, dtype: torch.dtype) -> Tensor:
-    """``(rows, K)``: codes times the scales of their blocks; what :func:`factor` gives is left for after the product."""
+    """``(rows, K)``: codes times the scales of their blocks; :func:`factor` is left for after the product."""
     codes, scale_inv = operand.codes, operand.scale_inv
     if operand.kind == PLAIN:
         return codes if codes.dtype == dtype else codes.to(dtype)
