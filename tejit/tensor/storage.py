@@ -108,7 +108,8 @@ class QuantizedTensorStorage:
         )
 
     def _size_text(self) -> str:
-        if not all(isinstance(size, int) for size in self.shape):
+        shapes = [self.shape, *(tensor.shape for tensor in self._inner() if tensor is not None)]
+        if not all(isinstance(size, int) for shape in shapes for size in shape):
             return "symbolic size"  # a tracer prints tensors too
         plain = math.prod(self.shape) * self.dtype.itemsize
         ratio = f"{self.nbytes / plain:.2f}" if plain else "-"
