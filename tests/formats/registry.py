@@ -16,10 +16,13 @@ import torch
 
 import tejit
 
+
 # TEMP
 class _Missing:
     def __init__(self, *a, **k):
         raise NotImplementedError
+
+
 for _n in ("Float8Quantizer", "MXFP8Quantizer", "NVFP4Quantizer"):
     if not hasattr(tejit, _n):
         setattr(tejit, _n, _Missing)
@@ -106,9 +109,7 @@ CASES = [
     Case("mxfp8 swizzled", _plainly(tejit.MXFP8Quantizer, optimize_for_gemm=True), 32, 32, kept=32),
     Case("nvfp4", _nvfp4, 16, 16, error=0.12),
     Case("nvfp4 rht", _plainly(tejit.NVFP4Quantizer, with_rht=True, with_post_rht_amax=True), 16, 16, error=0.12),
-    Case(
-        "nvfp4 16x16", _plainly(tejit.NVFP4Quantizer, with_2d_quantization=True), 16, 16, error=0.15, square=True
-    ),
+    Case("nvfp4 16x16", _plainly(tejit.NVFP4Quantizer, with_2d_quantization=True), 16, 16, error=0.15, square=True),
     Case(
         "nvfp4 stochastic",
         _plainly(tejit.NVFP4Quantizer, stochastic_rounding=True),
@@ -125,9 +126,7 @@ CASES = [
         error=0.12,
         rowwise_needed=True,
     ),
-    Case(
-        "nvfp4 4over6", _plainly(tejit.NVFP4Quantizer, nvfp4_use_4over6=True, nvfp4_e4m3_max=256), 16, 16, error=0.12
-    ),
+    Case("nvfp4 4over6", _plainly(tejit.NVFP4Quantizer, nvfp4_use_4over6=True, nvfp4_e4m3_max=256), 16, 16, error=0.12),
     Case("nvfp4 swizzled", _plainly(tejit.NVFP4Quantizer, optimize_for_gemm=True), 16, 16, error=0.12),
     Case("hybrid fp8 blocks", _hybrid(_current, _block1)),
     Case("hybrid mxfp8 nvfp4", _hybrid(_mxfp8, _nvfp4), 32, 16, error=0.12),
@@ -137,6 +136,8 @@ CASES = [
     Case("identity", _identity, error=0.0),
     Case("identity bf16", _plainly(tejit.IdentityQuantizer, dtype=torch.bfloat16), error=0.003),
 ]
+
+
 # TEMP
 def _there(case):
     try:
@@ -144,6 +145,8 @@ def _there(case):
     except NotImplementedError:
         return False
     return True
+
+
 CASES = [case for case in CASES if _there(case)]
 # TEMP END
 BY_NAME = {case.name: case for case in CASES}
