@@ -1,6 +1,7 @@
 // The one unit of an architecture part: the kernels of every format, then what finds them by name.
 #include "fp8/current.cu"
 #include "fp8_block/block.cu"
+#include "mxfp8/mxfp8.cu"
 
 // A cubin is asked through the driver; a shared object through this function.
 #ifndef __CUDACC_RTC__
@@ -15,7 +16,7 @@ extern "C" __attribute__((visibility("default"))) void* tejit_part_kernel(const 
       TEJIT_FP8_KERNELS(TEJIT_ENTRY)
 #undef TEJIT_ENTRY
 #define TEJIT_ENTRY(NAME, ...) {#NAME, reinterpret_cast<const void*>(&NAME)},
-          TEJIT_FP8_BLOCK_EVERY(TEJIT_ENTRY)
+          TEJIT_FP8_BLOCK_EVERY(TEJIT_ENTRY) TEJIT_MXFP8_EVERY(TEJIT_ENTRY)
 #undef TEJIT_ENTRY
   };
   for (const auto& entry : kTable) {

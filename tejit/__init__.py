@@ -18,6 +18,9 @@ from tejit.formats import (
     IdentityQuantizer,
     IdentityTensor,
     IdentityTensorStorage,
+    MXFP8Quantizer,
+    MXFP8Tensor,
+    MXFP8TensorStorage,
 )
 from tejit.jit import CacheError, CompileError, KernelNotCached, TejitError, ToolchainError, warm
 from tejit.kernels import library as _ops  # noqa: F401 - registers the ops
@@ -53,6 +56,9 @@ __all__ = [
     "InnerTensor",
     "KernelNotCached",
     "Linear",
+    "MXFP8Quantizer",
+    "MXFP8Tensor",
+    "MXFP8TensorStorage",
     "QuantizedTensor",
     "QuantizedTensorStorage",
     "Quantizer",

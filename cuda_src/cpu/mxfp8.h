@@ -1,8 +1,8 @@
 // MXFP8 on the host: amax, exponents and bytes of both directions from one reading of x.
 //
-// Rowwise blocks lie one behind the other in memory, so alone they go through x as a flat list of blocks. What
-// needs maxima down columns goes by tiles of 32 rows, which are copied beside each other first: rows of x that
-// lie a power of two apart would push each other out of the first-level cache between the passes.
+// Rowwise blocks lie one behind the other in memory, so alone they go through x as a flat list of blocks.
+// What needs maxima down columns goes by tiles of 32 rows, which are copied beside each other first: rows of
+// x that lie a power of two apart would push each other out of the first-level cache between the passes.
 #pragma once
 
 #include <cstdint>
@@ -15,8 +15,8 @@
 
 namespace tejit::cpu {
 
-// Where the exponent of outer index i (a row of x for rowwise scales, a column for columnwise ones) and block j
-// lies: at i * pitch + j * step or, swizzled, in the order that the GEMM reads.
+// Where the exponent of outer index i (a row of x for rowwise scales, a column for columnwise ones) and block
+// j lies: at i * pitch + j * step or, swizzled, in the order that the GEMM reads.
 struct Mxfp8Scales {
   uint8_t* to = nullptr;  // null: this direction is not wanted
   int64_t outer = 0, blocks = 0;
@@ -58,14 +58,14 @@ struct Rule {
 // number is above its power of two; that of a subnormal number is 2^-127.
 inline Rule rule(simd::Float amax, simd::Float inverse_max) {
   const simd::Int bits = simd::as_int(simd::mul(amax, inverse_max));
-  const simd::Int below = simd::where_gt32(simd::fill32(0x00800000u), bits, simd::fill32(0x003FFFFFu),
-                                           simd::fill32(0x007FFFFFu));
+  const simd::Int below =
+      simd::where_gt32(simd::fill32(0x00800000u), bits, simd::fill32(0x003FFFFFu), simd::fill32(0x007FFFFFu));
   const simd::Int largest = simd::fill32(254);
   simd::Int exponent = simd::shr32<23>(simd::add32(bits, below));
   exponent = simd::where_gt32(exponent, largest, largest, exponent);
   const simd::Int power = simd::shl32<23>(simd::sub32(largest, exponent));
-  return {exponent, simd::as_float(simd::where_gt32(exponent, simd::fill32(253), simd::fill32(0x00400000u),
-                                                    power))};
+  return {exponent,
+          simd::as_float(simd::where_gt32(exponent, simd::fill32(253), simd::fill32(0x00400000u), power))};
 }
 
 // `count` amaxes, in arrays that reach to the next multiple of kBytes.
@@ -74,8 +74,7 @@ inline void rules(const float* amax, int64_t count, float inverse_max, float* mu
   for (int64_t i = 0; i < count; i += simd::kBytes) {
     simd::Int exponents[4];
     for (int q = 0; q < 4; ++q) {
-      const Rule r =
-          rule(simd::as_float(simd::load(amax + i + q * lanes)), simd::fill(inverse_max));
+      const Rule r = rule(simd::as_float(simd::load(amax + i + q * lanes)), simd::fill(inverse_max));
       exponents[q] = r.exponent;
       simd::store(multipliers + i + q * lanes, simd::as_int(r.multiplier));
     }
@@ -170,7 +169,7 @@ struct Mxfp8Tile {
   const Fp8Encoder& encoder;
   bool stream;
   int64_t m = 0, k = 0, columns = 0;
-  alignas(64) uint8_t x[kBlock * kPitch];   // zeros where the matrix ends
+  alignas(64) uint8_t x[kBlock * kPitch];  // zeros where the matrix ends
   alignas(64) uint8_t magnitudes[kPitch];  // max |x| of every column, in x's dtype
   alignas(64) float multipliers[kBlock * kAcross];
   alignas(64) float column_multipliers[kColumns];
@@ -252,8 +251,8 @@ struct Mxfp8Tile {
     const simd::Int wide =
         simd::as_int(simd::mul(simd::as_float(simd::shr32<3>(upper)), simd::fill(0x1p112f)));
     // float16's inf has become 65536
-    return simd::as_float(simd::where_gt32(wide, simd::fill32(bits_of(65504.0f)),
-                                           simd::fill32(infinity_bits(In::f32)), wide));
+    return simd::as_float(
+        simd::where_gt32(wide, simd::fill32(bits_of(65504.0f)), simd::fill32(infinity_bits(In::f32)), wide));
   }
 
   void along_columns() {

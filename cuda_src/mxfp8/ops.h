@@ -29,7 +29,8 @@ inline int checked_fp8(const char* op, std::int64_t fp8) {
 }
 
 inline void check_shape(const Shape& shape, bool rowwise, bool columnwise, bool square) {
-  require_alignment("MXFP8", shape, kBlock, rowwise || (square && columnwise), columnwise || (square && rowwise));
+  require_alignment("MXFP8", shape, kBlock, rowwise || (square && columnwise),
+                    columnwise || (square && rowwise));
 }
 
 // The rule is that of scale_shapes in Python.

@@ -8,6 +8,7 @@ from tejit.formats.float8_block import (
 )
 from tejit.formats.hybrid import HybridQuantizedTensor, HybridQuantizedTensorStorage, HybridQuantizer
 from tejit.formats.identity import IdentityQuantizer, IdentityTensor, IdentityTensorStorage
+from tejit.formats.mxfp8 import MXFP8Quantizer, MXFP8Tensor, MXFP8TensorStorage
 
 __all__ = [
     "Float8BlockQuantizer",
@@ -22,4 +23,7 @@ __all__ = [
     "IdentityQuantizer",
     "IdentityTensor",
     "IdentityTensorStorage",
+    "MXFP8Quantizer",
+    "MXFP8Tensor",
+    "MXFP8TensorStorage",
 ]
