@@ -6,6 +6,7 @@
 #include "common/boxed.h"
 #include "common/error.h"
 #include "common/parts.h"
+#include "fp8/delayed_ops.h"
 #include "fp8/ops.h"
 #include "fp8_block/ops.h"
 #include "mxfp8/ops.h"
@@ -16,6 +17,8 @@ STABLE_TORCH_LIBRARY_IMPL(tejit, CPU, library) {
   library.impl("fp8_scale", TORCH_BOX(&scale_cpu));
   library.impl("fp8_quantize_current", TORCH_BOX(&quantize_cpu));
   library.impl("fp8_quantize_current_out", TORCH_BOX(&quantize_out_cpu));
+  library.impl("fp8_quantize_delayed", TORCH_BOX(&quantize_delayed_cpu));
+  library.impl("fp8_quantize_delayed_out", TORCH_BOX(&quantize_delayed_out_cpu));
   library.impl("fp8_block_quantize", TORCH_BOX(&tejit::fp8_block::quantize_cpu));
   library.impl("fp8_block_quantize_out", TORCH_BOX(&tejit::fp8_block::quantize_out_cpu));
   library.impl("mxfp8_quantize", TORCH_BOX(&tejit::mxfp8::quantize_cpu));
@@ -29,6 +32,8 @@ STABLE_TORCH_LIBRARY_IMPL(tejit, CUDA, library) {
   library.impl("fp8_scale", on_cuda<&scale_cuda, kScaleOp>);
   library.impl("fp8_quantize_current", on_cuda<&quantize_cuda, kQuantizeOp>);
   library.impl("fp8_quantize_current_out", on_cuda<&quantize_out_cuda, kQuantizeOutOp>);
+  library.impl("fp8_quantize_delayed", on_cuda<&quantize_delayed_cuda, kDelayedOp>);
+  library.impl("fp8_quantize_delayed_out", on_cuda<&quantize_delayed_out_cuda, kDelayedOutOp>);
   namespace block = tejit::fp8_block;
   library.impl("fp8_block_quantize", on_cuda<&block::quantize_cuda, block::kQuantizeOp>);
   library.impl("fp8_block_quantize_out", on_cuda<&block::quantize_out_cuda, block::kQuantizeOutOp>);

@@ -66,9 +66,23 @@ inline std::int64_t pieces_of(std::int64_t work, std::int64_t piece) {
   return (work + piece - 1) / piece;
 }
 
-// 16-byte vectors of n elements, rounded up.
+// Input dtypes in the order of input_dtype: float32 and float16 share their kernels, bfloat16 has its own.
+inline bool is_half(int dtype) {
+  return dtype == 1;
+}
+
+inline bool is_bf16(int dtype) {
+  return dtype == 2;
+}
+
+// Elements of one vector in the kernels for an input dtype.
+inline int vector_elements(int dtype) {
+  return is_bf16(dtype) ? 8 : 4;
+}
+
+// Vectors of n elements, rounded up.
 inline std::int64_t vectors_of(std::int64_t n, int dtype) {
-  return pieces_of(n, dtype == 0 ? 4 : 8);
+  return pieces_of(n, vector_elements(dtype));
 }
 
 }  // namespace tejit

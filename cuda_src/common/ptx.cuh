@@ -40,6 +40,13 @@ TEJIT_DEVICE uint4 load16(const void* p, u64 policy) {
   return v;
 }
 
+// Into the first two words of a vector.
+TEJIT_DEVICE uint4 load8(const void* p) {
+  uint4 v = make_uint4(0, 0, 0, 0);
+  asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+  return v;
+}
+
 TEJIT_DEVICE u32 load4(const void* p) {
   u32 v;
   asm("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(p));
@@ -90,16 +97,15 @@ TEJIT_DEVICE void store4(void* p, u32 v) {
   }
 }
 
-// Maximum of two packed numbers that have no sign; a NaN gives way to the other operand, subnormals count.
-TEJIT_DEVICE u32 max_bf16x2(u32 a, u32 b) {
+// Maxima of |a| and |b|, two packed numbers each; a NaN gives way to the other operand, subnormals count. The
+// signs of the result mean nothing.
+TEJIT_DEVICE u32 max_abs_bf16x2(u32 a, u32 b) {
   u32 m;
-  asm("max.bf16x2 %0, %1, %2;" : "=r"(m) : "r"(a), "r"(b));
-  return m;
-}
-
-TEJIT_DEVICE u32 max_f16x2(u32 a, u32 b) {
-  u32 m;
-  asm("max.f16x2 %0, %1, %2;" : "=r"(m) : "r"(a), "r"(b));
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
+  asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(m) : "r"(a), "r"(b));
+#else
+  asm("max.bf16x2 %0, %1, %2;" : "=r"(m) : "r"(a & 0x7fff7fffu), "r"(b & 0x7fff7fffu));
+#endif
   return m;
 }
 
@@ -116,6 +122,26 @@ TEJIT_DEVICE int clamp_left(i64 left) {
 
 TEJIT_DEVICE u32 permute(u32 a, u32 b, u32 selector) {
   return __byte_perm(a, b, selector);
+}
+
+// 16 or 8 bytes from global to shared memory, past the registers; there when wait_for_copies has returned.
+TEJIT_DEVICE void copy16(void* shared, const void* p, u64 policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(
+                   static_cast<u32>(__cvta_generic_to_shared(shared))),
+               "l"(p), "l"(policy)
+               : "memory");
+}
+
+TEJIT_DEVICE void copy8(void* shared, const void* p) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(
+                   static_cast<u32>(__cvta_generic_to_shared(shared))),
+               "l"(p)
+               : "memory");
+}
+
+// All of this thread.
+TEJIT_DEVICE void wait_for_copies() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
 // Programmatic dependent launch (compute capability 9.0 and up; nothing before it).

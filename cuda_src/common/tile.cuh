@@ -25,15 +25,16 @@ TEJIT_DEVICE bool takes_vectors(const u8* out) {
   return reinterpret_cast<u64>(out) % T::kPerVector == 0;
 }
 
-// kBand: how many rows of tiles are walked side by side, column of tiles by column of tiles.
-template <int kThreads_, int kRows_, int kLanes_, int kBand_, bool kDescending_,
-          Load kLoad_ = Load::kEvictFirst, Store kStore_ = Store::kStream>
+// When the loads of a block's next tile are issued: after this tile's bytes were made, into the same registers;
+// or before, into registers of their own or into shared memory, so that memory always has work to do.
+enum class Ahead { kAfter, kRegisters, kShared };
+
+template <int kThreads_, int kRows_, int kLanes_, Ahead kAhead_ = Ahead::kAfter, Load kLoad_ = Load::kEvictFirst, Store kStore_ = Store::kStream>
 struct TilePlan {
   static constexpr int kThreads = kThreads_;
   static constexpr int kRows = kRows_;
   static constexpr int kLanes = kLanes_;
-  static constexpr int kBand = kBand_;
-  static constexpr bool kDescending = kDescending_;
+  static constexpr Ahead kAhead = kAhead_;
   static constexpr Load kLoad = kLoad_;
   static constexpr Store kStore = kStore_;
 };
@@ -53,9 +54,7 @@ struct Place {
   u32 row, col;
 };
 
-// kWide: every address and both sizes allow whole vectors. Otherwise what can be wide is, the rest goes piece
-// by piece.
-template <typename T, typename Plan, bool kWide, typename Args>
+template <typename T, typename Plan, typename Args>
 struct Tile {
   static constexpr int kPer = T::kPerVector;
   static constexpr int kCols = Plan::kLanes * kPer;  // columns of a tile
@@ -68,38 +67,42 @@ struct Tile {
   static_assert(kQuads % kQuadStep == 0 && Plan::kThreads % 32 == 0 && 32 % Plan::kLanes == 0,
                 "whole warps and steps");
 
+  using Vectors = uint4[kSteps][4];
+
   const Args& args;
+  const T type;
   const u32 tile_cols, tile_rows;
   const u64 policy;
   const int lane, quad;
-  uint4 v[kSteps][4];
+  const bool wide_x, wide_row;  // rows of x, and of the bytes in its order, are whole vectors
+  Vectors v;                    // of this tile
+  Vectors soon;                 // of the next one, where they are loaded ahead into registers
 
   TEJIT_DEVICE explicit Tile(const Args& a)
       : args(a),
+        type(a.half),
         tile_cols(static_cast<u32>((a.cols + kCols - 1) / kCols)),
         tile_rows(static_cast<u32>((a.rows + Plan::kRows - 1) / Plan::kRows)),
         policy(Plan::kLoad == Load::kEvictFirst ? evict_first_policy() : 0),
         lane(threadIdx.x % Plan::kLanes),
-        quad(threadIdx.x / Plan::kLanes) {}
+        quad(threadIdx.x / Plan::kLanes),
+        wide_x(a.cols % kPer == 0 && reinterpret_cast<u64>(a.x) % (kPer * type.bytes()) == 0),
+        wide_row(a.cols % kPer == 0 && takes_vectors<T>(a.row)) {}
 
-  // Below 2^32 for whatever fits a GPU, one row or one column included: a tile's sides are 64 at least.
-  TEJIT_DEVICE u32 tiles() const { return tile_cols * tile_rows; }
-
-  // Past the last tile: below the last row, so that loads and stores there do nothing.
   TEJIT_DEVICE Place place(u32 t) const {
-    if (t >= tiles()) return {tile_rows, 0};
-    if (Plan::kDescending) t = tiles() - 1 - t;
-    if constexpr (Plan::kBand == 1) {
-      const u32 row = t / tile_cols;
-      return {row, t - row * tile_cols};
-    } else {
-      const u32 band = t / (tile_cols * Plan::kBand);
-      const u32 in_band = t - band * tile_cols * Plan::kBand;
-      const u32 left = tile_rows - band * Plan::kBand;
-      const u32 height = left < Plan::kBand ? left : Plan::kBand;
-      const u32 col = in_band / height;
-      return {band * Plan::kBand + (in_band - col * height), col};
+    const u32 row = t / tile_cols;
+    return {row, t - row * tile_cols};
+  }
+
+  // The tile that lies `step` tiles further on, row by row. Past the last one loads and stores do nothing.
+  TEJIT_DEVICE Place after(Place p, Place step) const {
+    p.row += step.row;
+    p.col += step.col;
+    if (p.col >= tile_cols) {
+      p.col -= tile_cols;
+      ++p.row;
     }
+    return p;
   }
 
   TEJIT_DEVICE static i64 row0(Place p) { return static_cast<i64>(p.row) * Plan::kRows; }
@@ -113,55 +116,121 @@ struct Tile {
     return (row0(p) + quad * 4) * args.cols + col0(p) + lane * kPer;
   }
 
-  TEJIT_DEVICE void load(Place p) {
-    const bool wide = kWide || (args.cols % kPer == 0 && reinterpret_cast<u64>(args.x) % 16 == 0);
-    const char* from = static_cast<const char*>(args.x) + first_element(p) * T::kBytes;
-    const i64 pitch = args.cols * T::kBytes;
-    const int cols = cols_left(p) - lane * kPer;
-    const int rows = cols > 0 ? rows_left(p) - quad * 4 : 0;
-#pragma unroll
-    for (int s = 0; s < kSteps; ++s) {
-#pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        v[s][r] = make_uint4(0, 0, 0, 0);
-        if (s * kQuadStep * 4 + r < rows) {
-          const char* at = from + (s * kQuadStep * 4 + r) * pitch;
-          v[s][r] = wide ? load16<Plan::kLoad>(at, policy) : load_pieces(at, cols);
-        }
+  TEJIT_DEVICE const char* first_address(Place p) const {
+    return static_cast<const char*>(args.x) + first_element(p) * type.bytes();
+  }
+
+  // How many rows of the tile a thread has from its own first one on: none where its columns are past the
+  // end.
+  TEJIT_DEVICE int rows_left_here(Place p) const {
+    return cols_left(p) > lane * kPer ? rows_left(p) - quad * 4 : 0;
+  }
+
+  // The last row of a thread, counted from its first.
+  static constexpr int kReach = (kSteps - 1) * kQuadStep * 4 + 3;
+
+  // Past the edges 0, which no maximum notices. What was loaded is to be settled before it is used.
+  TEJIT_DEVICE void load(Place p, Vectors& to) const {
+    const int rows = rows_left_here(p);
+    const char* from = first_address(p);
+    const i64 pitch = args.cols * type.bytes();
+    if (wide_x && rows > kReach) {
+      each_vector([&](int s, int r, int row) {
+        to[s][r] = type.template load_vector<Plan::kLoad>(from + row * pitch, policy);
+      });
+      return;
+    }
+    each_vector([&](int s, int r, int) { to[s][r] = make_uint4(0, 0, 0, 0); });
+    if (wide_x) {
+      each_vector([&](int s, int r, int row) {
+        if (row < rows) to[s][r] = type.template load_vector<Plan::kLoad>(from + row * pitch, policy);
+      });
+    } else if (rows > 0) {
+      const int cols = cols_left(p) - lane * kPer;
+#pragma unroll 1
+      for (int i = 0; i < kPer; ++i) {
+        const int there = i < cols ? rows : 0;
+        u32 word[kSteps][4];  // loaded all before the first is used
+        each_vector([&](int s, int r, int row) {
+          word[s][r] = 0;
+          if (row < there) word[s][r] = type.load_word(from + row * pitch, i);
+        });
+        each_vector([&](int s, int r, int) { to[s][r] = T::push(to[s][r], word[s][r]); });
       }
     }
   }
 
-  // The first `left` elements of a vector at an address of any alignment.
-  TEJIT_DEVICE static uint4 load_pieces(const char* p, int left) {
-    u32 w[4] = {0, 0, 0, 0};
-#pragma unroll
-    for (int i = 0; i < kPer; ++i) {
-      if (i < left) {
-        if constexpr (T::kBytes == 4) {
-          w[i] = load4(p + 4 * i);
-        } else {
-          w[i / 2] |= static_cast<u32>(load2(p + 2 * i)) << (16 * (i % 2));
-        }
+  // Into the thread's own part of shared memory, which no other thread touches.
+  TEJIT_DEVICE void fetch(Place p) const {
+    if (!wide_x) return;
+    const int rows = rows_left_here(p);
+    const char* from = first_address(p);
+    const i64 pitch = args.cols * type.bytes();
+    uint4* to = Plan::stage() + threadIdx.x;
+    each_vector([&](int s, int r, int row) {
+      uint4* slot = to + (s * 4 + r) * Plan::kThreads;
+      if (row < rows) {
+        type.copy_vector(slot, from + row * pitch, policy);
+      } else {
+        *slot = make_uint4(0, 0, 0, 0);
       }
+    });
+  }
+
+  TEJIT_DEVICE void take(Place p) {
+    if (!wide_x) return load(p, v);
+    wait_for_copies();
+    const uint4* from = Plan::stage() + threadIdx.x;
+    each_vector([&](int s, int r, int) { v[s][r] = from[(s * 4 + r) * Plan::kThreads]; });
+  }
+
+  // Before a tile's bytes are made; a barrier lies between the last use of the memory that is fetched into and
+  // this.
+  TEJIT_DEVICE void load_ahead(Place next) {
+    if constexpr (Plan::kAhead == Ahead::kRegisters) load(next, soon);
+    if constexpr (Plan::kAhead == Ahead::kShared) fetch(next);
+  }
+
+  // After they were made.
+  TEJIT_DEVICE void load_after(Place next) {
+    if constexpr (Plan::kAhead == Ahead::kAfter) load(next, v);
+  }
+
+  // The next tile becomes this one.
+  TEJIT_DEVICE void advance(Place next) {
+    if constexpr (Plan::kAhead == Ahead::kRegisters) {
+      each_vector([&](int s, int r, int) { v[s][r] = soon[s][r]; });
     }
-    return make_uint4(w[0], w[1], w[2], w[3]);
+    if constexpr (Plan::kAhead == Ahead::kShared) take(next);
+  }
+
+  TEJIT_DEVICE void settle() {
+    if (wide_x) each_vector([&](int s, int r, int) { v[s][r] = type.settled(v[s][r]); });
+  }
+
+  // f(step, row of the step's four, row counted from the thread's first)
+  template <typename F>
+  TEJIT_DEVICE static void each_vector(const F& f) {
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+#pragma unroll
+      for (int r = 0; r < 4; ++r) f(s, r, s * kQuadStep * 4 + r);
+    }
   }
 
   // Word q of a column lies at q ^ twist: then neither the threads that write (one word each, 32 / kLanes
   // quads of kLanes vectors) nor those that read (16 bytes each, along a column) meet in a bank.
   TEJIT_DEVICE static int twist(int column) { return (column / kPer) * kTwist; }
 
-  // The bytes of a thread's row r of step s, to x's own order.
-  TEJIT_DEVICE void store_row(u8* to, int s, int r, const u32 (&word)[kPer / 4], int rows, int cols,
-                              bool wide) const {
-    if (s * kQuadStep * 4 + r >= rows) return;
-    u8* at = to + (s * kQuadStep * 4 + r) * args.cols;
-    if (wide) {
-      store_vector<T, Plan::kStore>(at, word);
-    } else {
-      store_pieces(at, word, cols);
-    }
+  // The bytes of a thread's row r of step s, to x's own order. `rows`, counted from the thread's first, are to be
+  // written.
+  TEJIT_DEVICE void store_row(u8* to, int s, int r, const u32 (&word)[kPer / 4], int rows, int cols) const {
+    const int row = s * kQuadStep * 4 + r;
+    if (row >= rows) return;
+    u8* at = to + row * args.cols;
+    if (wide_row) return store_vector<T, Plan::kStore>(at, word);
+#pragma unroll 1
+    for (int i = 0; i < kPer && i < cols; ++i) at[i] = static_cast<u8>(permute(word[0], word[kPer / 4 - 1], i));
   }
 
   // Four rows' bytes of step s to the columns of the buffer.
@@ -178,13 +247,6 @@ struct Tile {
     }
   }
 
-  TEJIT_DEVICE static void store_pieces(u8* out, const u32 (&word)[kPer / 4], int left) {
-#pragma unroll
-    for (int i = 0; i < kPer; ++i) {
-      if (i < left) out[i] = static_cast<u8>(word[i / 4] >> (8 * (i % 4)));
-    }
-  }
-
   // Columns of the tile to rows of the transpose, kUnit bytes a thread: neighbours in a warp write
   // neighbouring bytes.
   template <int kUnit>
@@ -197,7 +259,7 @@ struct Tile {
     if (unit * kUnit >= rows_left(p)) return;
     const int cols = cols_left(p);
     u8* to = args.col + (col0(p) + start) * args.rows + row0(p) + unit * kUnit;
-#pragma unroll 4
+#pragma unroll(kUnit == 16 ? 4 : 1)
     for (int i = 0; i < kCols; i += kColumnStep) {
       const int column = start + i;
       const int by = twist(column);
@@ -225,7 +287,7 @@ struct Tile {
 
   // As wide as addresses and sizes allow.
   TEJIT_DEVICE void store_transpose(Place p, const u32* buffer, u64 col_bits) const {
-    if (kWide || col_bits % 16 == 0) {
+    if (col_bits % 16 == 0) {
       store_columns<16>(p, buffer);
     } else if (col_bits % 4 == 0) {
       store_columns<4>(p, buffer);
@@ -238,13 +300,5 @@ struct Tile {
     return reinterpret_cast<u64>(args.col) | static_cast<u64>(args.rows);
   }
 };
-
-// Whether a whole tile can move in whole vectors.
-template <typename T, typename Args>
-TEJIT_DEVICE bool all_wide(const Args& args) {
-  return args.cols % T::kPerVector == 0 && (args.col == nullptr || args.rows % 16 == 0) &&
-         reinterpret_cast<u64>(args.x) % 16 == 0 && reinterpret_cast<u64>(args.col) % 16 == 0 &&
-         takes_vectors<T>(args.row);
-}
 
 }  // namespace tejit

@@ -29,11 +29,13 @@ TEJIT_DEVICE void amax_partial(const AmaxArgs& args) {
 
   // A view may start at any element: single elements up to the first 16-byte boundary and after the last
   // whole vector.
+  const T type(args.half);
+  const int bytes = type.bytes(), vector_bytes = T::kPerVector * bytes;
   const char* x = static_cast<const char*>(args.x);
-  const i64 to_boundary = static_cast<i64>((16 - (reinterpret_cast<u64>(x) & 15)) & 15) / T::kBytes;
+  const i64 to_boundary = static_cast<i64>((16 - (reinterpret_cast<u64>(x) & 15)) & 15) / bytes;
   const i64 head = to_boundary < args.n ? to_boundary : args.n;
   const i64 vectors = (args.n - head) / T::kPerVector;
-  const char* aligned = x + head * T::kBytes;
+  const char* aligned = x + head * bytes;
 
   u32 m = 0;
   const u64 policy = Plan::kLoad == Load::kEvictFirst ? evict_first_policy() : 0;
@@ -42,22 +44,24 @@ TEJIT_DEVICE void amax_partial(const AmaxArgs& args) {
   for (i64 c = blockIdx.x; c < chunks; c += gridDim.x) {
     const i64 chunk = Plan::kDescending ? chunks - 1 - c : c;
     const i64 first = chunk * kChunk + threadIdx.x;
-    const char* from = aligned + first * 16;
+    const char* from = aligned + first * vector_bytes;
+    const int step = Plan::kThreads * vector_bytes;
     uint4 v[Plan::kVectors];
     if (chunk < whole) {
 #pragma unroll
       for (int i = 0; i < Plan::kVectors; ++i)
-        v[i] = load16<Plan::kLoad>(from + i * Plan::kThreads * 16, policy);
+        v[i] = type.template load_vector<Plan::kLoad>(from + i * step, policy);
     } else {
       const int left = static_cast<int>(vectors - whole * kChunk) - static_cast<int>(threadIdx.x);
 #pragma unroll
       for (int i = 0; i < Plan::kVectors; ++i) {
         v[i] = make_uint4(0, 0, 0, 0);
-        if (i * Plan::kThreads < left) v[i] = load16<Plan::kLoad>(from + i * Plan::kThreads * 16, policy);
+        if (i * Plan::kThreads < left)
+          v[i] = type.template load_vector<Plan::kLoad>(from + i * step, policy);
       }
     }
 #pragma unroll
-    for (int i = 0; i < Plan::kVectors; ++i) m = T::amax_step(m, v[i]);
+    for (int i = 0; i < Plan::kVectors; ++i) m = T::amax_step(m, type.settled(v[i]));
   }
   float amax = T::amax_result(m);
 
@@ -65,7 +69,7 @@ TEJIT_DEVICE void amax_partial(const AmaxArgs& args) {
   const i64 loose = args.n - vectors * T::kPerVector;
   if (blockIdx.x == 0 && threadIdx.x < loose) {
     const i64 at = threadIdx.x < head ? threadIdx.x : vectors * T::kPerVector + threadIdx.x;
-    amax = fmaxf(amax, fabsf(T::load(x, at)));
+    amax = fmaxf(amax, fabsf(type.load(x, at)));
   }
   amax = block_max<Plan::kThreads>(amax, scratch);
   if (threadIdx.x == 0) args.partial[blockIdx.x] = amax;

@@ -11,6 +11,7 @@ struct AmaxArgs {
   float* partial;
   const float* noop;  // null, or 1.0 there: nothing is written
   long long n;
+  int half;  // x is float16, else float32; of no account to a kernel for bfloat16
 };
 
 // The maximum of `count` partial maxima.
@@ -30,12 +31,14 @@ struct ScaleArgs {
 };
 
 // x is rows * cols, contiguous. amax[0..amax_count) are partial maxima (one: the amax itself, which may be
-// NaN).
+// NaN), from which the scale follows; or `scale` is given, and new_amax becomes max(new_amax, max|x|).
 struct CastArgs {
   const void* x;
   unsigned char* row;  // rows * cols, or null
   unsigned char* col;  // the transpose, cols * rows, or null
   const float* amax;
+  const float* scale;  // null where amax counts
+  float* new_amax;     // null where amax counts
   float* scale_inv;
   const float* noop;  // null, or 1.0 there: nothing is written
   long long rows;
@@ -43,10 +46,12 @@ struct CastArgs {
   int amax_count;
   int pow2;
   float eps;
+  int half;  // as in AmaxArgs
+  int fp8;   // 0: E4M3, 1: E5M2
 };
 
-static_assert(sizeof(AmaxArgs) == 32 && sizeof(AmaxFinishArgs) == 24 && sizeof(ScaleArgs) == 40 &&
-                  sizeof(CastArgs) == 80,
+static_assert(sizeof(AmaxArgs) == 40 && sizeof(AmaxFinishArgs) == 24 && sizeof(ScaleArgs) == 40 &&
+                  sizeof(CastArgs) == 104,
               "host and device compilers must lay these out alike");
 
 // Reads of x go backwards in the first pass and forwards in the second: an input that was just written is

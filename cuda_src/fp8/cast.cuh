@@ -21,16 +21,20 @@ struct CastPlan {
   static constexpr Store kStore = kStore_;
 };
 
-template <typename T, Format kFormat, typename Plan>
+template <typename T, typename Plan>
 TEJIT_DEVICE void cast_rowwise(const CastArgs& args) {
   constexpr int kChunk = Plan::kThreads * Plan::kVectors;
   if (is_noop(args.noop)) return;
   const i64 n = args.rows * args.cols;
+  const T type(args.half);
+  const bool e5m2 = args.fp8 != 0;
+  const int vector_bytes = T::kPerVector * type.bytes(), step = Plan::kThreads * vector_bytes;
   const char* x = static_cast<const char*>(args.x);
-  const bool wide =
-      reinterpret_cast<u64>(x) % 16 == 0 && takes_vectors<T>(args.row) && takes_vectors<T>(args.col);
-  // Nothing is written where no output is asked for: then only scale_inv counts.
-  const i64 vectors = wide && (args.row || args.col) ? n / T::kPerVector : 0;
+  const bool wide = reinterpret_cast<u64>(x) % vector_bytes == 0 && takes_vectors<T>(args.row) &&
+                    takes_vectors<T>(args.col);
+  // Where no output is asked for, only scale_inv and new_amax count.
+  const bool used = args.row || args.col || args.new_amax;
+  const i64 vectors = wide && used ? n / T::kPerVector : 0;
   const i64 whole = vectors / kChunk;
   const i64 chunks = (vectors + kChunk - 1) / kChunk;
   const int rest = static_cast<int>(vectors - whole * kChunk) - static_cast<int>(threadIdx.x);
@@ -41,21 +45,23 @@ TEJIT_DEVICE void cast_rowwise(const CastArgs& args) {
   const auto load = [&](i64 c) {
     if (c >= chunks) return;
     const i64 chunk = chunk_of(c);
-    const char* from = x + (chunk * kChunk + threadIdx.x) * 16;
+    const char* from = x + (chunk * kChunk + threadIdx.x) * vector_bytes;
     if (chunk < whole) {
 #pragma unroll
       for (int i = 0; i < Plan::kVectors; ++i)
-        v[i] = load16<Plan::kLoad>(from + i * Plan::kThreads * 16, policy);
+        v[i] = type.template load_vector<Plan::kLoad>(from + i * step, policy);
     } else {
 #pragma unroll
       for (int i = 0; i < Plan::kVectors; ++i) {
-        if (i * Plan::kThreads < rest) v[i] = load16<Plan::kLoad>(from + i * Plan::kThreads * 16, policy);
+        if (i * Plan::kThreads < rest)
+          v[i] = type.template load_vector<Plan::kLoad>(from + i * step, policy);
       }
     }
   };
 
   load(blockIdx.x);
-  const float scale = scale_of_block<Plan::kThreads>(args, Traits<kFormat>::kMax);
+  const float scale = scale_of_block<Plan::kThreads>(args);
+  u32 m = 0;
   for (i64 c = blockIdx.x; c < chunks; c += gridDim.x) {
     const i64 chunk = chunk_of(c);
     const i64 first = (chunk * kChunk + threadIdx.x) * T::kPerVector;
@@ -64,7 +70,9 @@ TEJIT_DEVICE void cast_rowwise(const CastArgs& args) {
       if (chunk < whole || i * Plan::kThreads < rest) {
         const i64 at = first + i * Plan::kThreads * T::kPerVector;
         u32 word[T::kPerVector / 4];
-        encode_vector<T, kFormat>(v[i], scale, word);
+        const uint4 values = type.settled(v[i]);
+        m = T::amax_step(m, values);
+        encode_vector<T>(values, scale, e5m2, word);
         if (args.row) store_vector<T, Plan::kStore>(args.row + at, word);
         if (args.col) store_vector<T, Plan::kStore>(args.col + at, word);
       }
@@ -73,14 +81,17 @@ TEJIT_DEVICE void cast_rowwise(const CastArgs& args) {
   }
 
   // The last few elements; all of them where an address is not aligned.
-  if (args.row == nullptr && args.col == nullptr) return;
+  float amax = T::amax_result(m);
   const i64 stride = static_cast<i64>(gridDim.x) * Plan::kThreads;
-  for (i64 i = vectors * T::kPerVector + static_cast<i64>(blockIdx.x) * Plan::kThreads + threadIdx.x; i < n;
-       i += stride) {
-    const u8 byte = encode<kFormat>(__fmul_rn(T::load(x, i), scale));
+  const i64 first = static_cast<i64>(blockIdx.x) * Plan::kThreads + threadIdx.x;
+  for (i64 i = vectors * T::kPerVector + first; used && i < n; i += stride) {
+    const float value = type.load(x, i);
+    amax = fmaxf(amax, fabsf(value));
+    const u8 byte = encode(__fmul_rn(value, scale), e5m2);
     if (args.row) args.row[i] = byte;
     if (args.col) args.col[i] = byte;
   }
+  collect_amax<Plan::kThreads>(args, amax);
 }
 
 }  // namespace fp8

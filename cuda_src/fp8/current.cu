@@ -1,4 +1,4 @@
-// The kernels of FP8 current scaling, by the plain names that the host asks for.
+// The kernels of FP8 with one scale a tensor, by the plain names that the host asks for.
 #include "fp8/amax.cuh"
 #include "fp8/cast.cuh"
 #include "fp8/transpose.cuh"
@@ -8,7 +8,8 @@ namespace fp8 {
 
 using AmaxFill = AmaxPlan<AmaxShape::kThreads, AmaxShape::kVectors, true>;
 using CastFill = CastPlan<CastShape::kThreads, CastShape::kVectors, false>;
-using TileFill = TilePlan<TileShape::kThreads, TileShape::kRows, TileShape::kLanes, 1, false>;
+template <Ahead kAhead>
+using TileFill = TilePlan<TileShape::kThreads, TileShape::kRows, TileShape::kLanes, kAhead>;
 
 }  // namespace fp8
 }  // namespace tejit
@@ -20,35 +21,26 @@ using TileFill = TilePlan<TileShape::kThreads, TileShape::kRows, TileShape::kLan
     tejit::fp8::amax_partial<tejit::T, tejit::fp8::AmaxFill>(args);                 \
   }
 
-#define TEJIT_FP8_CAST(NAME, T, FORMAT)                                                 \
-  extern "C" __global__ void __launch_bounds__(tejit::fp8::CastShape::kThreads,         \
-                                               tejit::fp8::CastShape::kBlocksPerSM)     \
-      NAME(const __grid_constant__ tejit::fp8::CastArgs args) {                         \
-    tejit::fp8::cast_rowwise<tejit::T, tejit::fp8::FORMAT, tejit::fp8::CastFill>(args); \
+#define TEJIT_FP8_CAST(NAME, T)                                                     \
+  extern "C" __global__ void __launch_bounds__(tejit::fp8::CastShape::kThreads,     \
+                                               tejit::fp8::CastShape::kBlocksPerSM) \
+      NAME(const __grid_constant__ tejit::fp8::CastArgs args) {                     \
+    tejit::fp8::cast_rowwise<tejit::T, tejit::fp8::CastFill>(args);                 \
   }
 
-#define TEJIT_FP8_TILE(NAME, T, FORMAT)                                                   \
-  extern "C" __global__ void __launch_bounds__(tejit::fp8::TileShape::kThreads,           \
-                                               tejit::fp8::TileShape::kBlocksPerSM)       \
-      NAME(const __grid_constant__ tejit::fp8::CastArgs args) {                           \
-    tejit::fp8::cast_transpose<tejit::T, tejit::fp8::FORMAT, tejit::fp8::TileFill>(args); \
+#define TEJIT_FP8_TILE(NAME, T, AHEAD)                                                \
+  extern "C" __global__ void __launch_bounds__(tejit::fp8::TileShape::kThreads,     \
+                                               tejit::fp8::TileShape::kBlocksPerSM) \
+      NAME(const __grid_constant__ tejit::fp8::CastArgs args) {                     \
+    tejit::fp8::cast_transpose<tejit::T, tejit::fp8::TileFill<tejit::Ahead::AHEAD>>(args); \
   }
 
-TEJIT_FP8_AMAX(tejit_fp8_amax_f32, F32)
-TEJIT_FP8_AMAX(tejit_fp8_amax_f16, F16)
+TEJIT_FP8_AMAX(tejit_fp8_amax_any, Any)
 TEJIT_FP8_AMAX(tejit_fp8_amax_bf16, BF16)
-TEJIT_FP8_CAST(tejit_fp8_cast_f32_e4m3, F32, kE4M3)
-TEJIT_FP8_CAST(tejit_fp8_cast_f16_e4m3, F16, kE4M3)
-TEJIT_FP8_CAST(tejit_fp8_cast_bf16_e4m3, BF16, kE4M3)
-TEJIT_FP8_CAST(tejit_fp8_cast_f32_e5m2, F32, kE5M2)
-TEJIT_FP8_CAST(tejit_fp8_cast_f16_e5m2, F16, kE5M2)
-TEJIT_FP8_CAST(tejit_fp8_cast_bf16_e5m2, BF16, kE5M2)
-TEJIT_FP8_TILE(tejit_fp8_cast_transpose_f32_e4m3, F32, kE4M3)
-TEJIT_FP8_TILE(tejit_fp8_cast_transpose_f16_e4m3, F16, kE4M3)
-TEJIT_FP8_TILE(tejit_fp8_cast_transpose_bf16_e4m3, BF16, kE4M3)
-TEJIT_FP8_TILE(tejit_fp8_cast_transpose_f32_e5m2, F32, kE5M2)
-TEJIT_FP8_TILE(tejit_fp8_cast_transpose_f16_e5m2, F16, kE5M2)
-TEJIT_FP8_TILE(tejit_fp8_cast_transpose_bf16_e5m2, BF16, kE5M2)
+TEJIT_FP8_CAST(tejit_fp8_cast_any, Any)
+TEJIT_FP8_CAST(tejit_fp8_cast_bf16, BF16)
+TEJIT_FP8_TILE(tejit_fp8_cast_transpose_any, Any, kAfter)
+TEJIT_FP8_TILE(tejit_fp8_cast_transpose_bf16, BF16, kRegisters)
 
 extern "C" __global__ void __launch_bounds__(1024)
     tejit_fp8_amax_finish(const __grid_constant__ tejit::fp8::AmaxFinishArgs args) {
@@ -59,21 +51,12 @@ extern "C" __global__ void tejit_fp8_scale(const __grid_constant__ tejit::fp8::S
   tejit::fp8::scale_of_amax(args);
 }
 
-#define TEJIT_FP8_KERNELS(X)            \
-  X(tejit_fp8_amax_f32)                 \
-  X(tejit_fp8_amax_f16)                 \
-  X(tejit_fp8_amax_bf16)                \
-  X(tejit_fp8_amax_finish)              \
-  X(tejit_fp8_scale)                    \
-  X(tejit_fp8_cast_f32_e4m3)            \
-  X(tejit_fp8_cast_f16_e4m3)            \
-  X(tejit_fp8_cast_bf16_e4m3)           \
-  X(tejit_fp8_cast_f32_e5m2)            \
-  X(tejit_fp8_cast_f16_e5m2)            \
-  X(tejit_fp8_cast_bf16_e5m2)           \
-  X(tejit_fp8_cast_transpose_f32_e4m3)  \
-  X(tejit_fp8_cast_transpose_f16_e4m3)  \
-  X(tejit_fp8_cast_transpose_bf16_e4m3) \
-  X(tejit_fp8_cast_transpose_f32_e5m2)  \
-  X(tejit_fp8_cast_transpose_f16_e5m2)  \
-  X(tejit_fp8_cast_transpose_bf16_e5m2)
+#define TEJIT_FP8_KERNELS(X)      \
+  X(tejit_fp8_amax_any)           \
+  X(tejit_fp8_amax_bf16)          \
+  X(tejit_fp8_amax_finish)        \
+  X(tejit_fp8_scale)              \
+  X(tejit_fp8_cast_any)           \
+  X(tejit_fp8_cast_bf16)          \
+  X(tejit_fp8_cast_transpose_any) \
+  X(tejit_fp8_cast_transpose_bf16)

@@ -53,14 +53,19 @@ inline int check_input(const char* op, const Tensor& x, const MaybeTensor& amax)
   return input_dtype(op, x);
 }
 
-inline void check_outputs(const Tensor& x, const MaybeTensor& noop, const MaybeTensor& data,
+inline Outputs outputs_of(const MaybeTensor& data, const MaybeTensor& transpose, const Tensor& scale_inv) {
+  return {pointer_to<std::uint8_t>(data), pointer_to<std::uint8_t>(transpose),
+          static_cast<float*>(scale_inv.mutable_data_ptr())};
+}
+
+inline void check_outputs(const char* op, const Tensor& x, const MaybeTensor& noop, const MaybeTensor& data,
                           const MaybeTensor& transpose, const Tensor& scale_inv) {
   const Device device = device_of(x);
   const std::vector<std::int64_t> shape = shape_of(x);
-  if (noop) require_one_float(kQuantizeOutOp, "noop", *noop, device);
-  if (data) require_bytes(kQuantizeOutOp, "data", *data, shape, device);
-  if (transpose) require_bytes(kQuantizeOutOp, "transpose", *transpose, transposed(shape), device);
-  require_one_float(kQuantizeOutOp, "scale_inv", scale_inv, device);
+  if (noop) require_one_float(op, "noop", *noop, device);
+  if (data) require_bytes(op, "data", *data, shape, device);
+  if (transpose) require_bytes(op, "transpose", *transpose, transposed(shape), device);
+  require_one_float(op, "scale_inv", scale_inv, device);
 }
 
 // --- CPU ---
@@ -118,11 +123,9 @@ inline void quantize_out_cpu(const Tensor& x, std::int64_t fp8, bool pow2, doubl
                              const Tensor& scale_inv) {
   const Scaling s = scaling(kQuantizeOutOp, fp8, pow2, eps);
   const int dtype = check_input(kQuantizeOutOp, x, amax);
-  check_outputs(x, noop, data, transpose, scale_inv);
+  check_outputs(kQuantizeOutOp, x, noop, data, transpose, scale_inv);
   if (noop && *pointer_to<const float>(noop) == 1.0f) return;
-  quantize_on_cpu(x, dtype, s, amax,
-                  {pointer_to<std::uint8_t>(data), pointer_to<std::uint8_t>(transpose),
-                   static_cast<float*>(scale_inv.mutable_data_ptr())});
+  quantize_on_cpu(x, dtype, s, amax, outputs_of(data, transpose, scale_inv));
 }
 
 // --- CUDA ---
@@ -163,35 +166,42 @@ inline std::tuple<Tensor, Tensor> scale_cuda(const Tensor& amax, std::int64_t fp
   return {scale, scale_inv};
 }
 
+// What every cast of `values` (x, contiguous) needs; the rest, from which the scale follows, is null.
+inline CastArgs cast_args(const Tensor& values, int dtype, int fp8, const float* noop, const Outputs& out) {
+  const Matrix m = matrix_of(shape_of(values));
+  CastArgs args = {};
+  args.x = values.const_data_ptr();
+  args.row = out.row;
+  args.col = out.col;
+  args.scale_inv = out.scale_inv;
+  args.noop = noop;
+  args.rows = m.rows;
+  args.cols = m.cols;
+  args.half = is_half(dtype);
+  args.fp8 = fp8;
+  return args;
+}
+
 // The device of x is current.
 inline void quantize_on_cuda(const Tensor& x, int dtype, const Scaling& s, const MaybeTensor& amax,
                              const float* noop, const Outputs& out) {
   const Device device = device_of(x);
   const Launcher launch(device.index);
   const Tensor values = as_contiguous(x);
-  const Matrix m = matrix_of(shape_of(x));
-  CastArgs args = {values.const_data_ptr(),
-                   out.row,
-                   out.col,
-                   nullptr,
-                   out.scale_inv,
-                   noop,
-                   m.rows,
-                   m.cols,
-                   0,
-                   s.pow2,
-                   s.eps};
+  CastArgs args = cast_args(values, dtype, s.fp8, noop, out);
+  args.pow2 = s.pow2;
+  args.eps = s.eps;
   // No elements: no maxima to reduce and nothing to cast, which leaves a scale of 1 (eps must not change
   // that).
   if (x.numel() == 0) {
     args.eps = 0.0f;
-    return launch_cast(launch, args, dtype, s.fp8, false);
+    return launch_cast(launch, args, dtype, false);
   }
   MaybeTensor partial;  // freed after the launches, which is in the stream's order
   if (!amax) partial = launch_amax(launch, values, dtype, device, noop);
   args.amax = pointer_to<const float>(amax ? amax : partial);
   args.amax_count = amax ? 1 : static_cast<int>(partial->numel());
-  launch_cast(launch, args, dtype, s.fp8, !amax);
+  launch_cast(launch, args, dtype, !amax);
 }
 
 inline Three quantize_cuda(const Tensor& x, std::int64_t fp8, bool data, bool transpose, bool pow2,
@@ -214,15 +224,13 @@ inline void quantize_out_cuda(const Tensor& x, std::int64_t fp8, bool pow2, doub
                               const MaybeTensor transpose, const Tensor& scale_inv) {
   const Scaling s = scaling(kQuantizeOutOp, fp8, pow2, eps);
   const int dtype = check_input(kQuantizeOutOp, x, amax);
-  check_outputs(x, noop, data, transpose, scale_inv);
+  check_outputs(kQuantizeOutOp, x, noop, data, transpose, scale_inv);
   const DeviceGuard guard(device_of(x).index);
   if (x.numel() == 0 && !noop) {
     torch::stable::fill_(scale_inv, 1.0);
     return;
   }
-  quantize_on_cuda(x, dtype, s, amax, pointer_to<const float>(noop),
-                   {pointer_to<std::uint8_t>(data), pointer_to<std::uint8_t>(transpose),
-                    static_cast<float*>(scale_inv.mutable_data_ptr())});
+  quantize_on_cuda(x, dtype, s, amax, pointer_to<const float>(noop), outputs_of(data, transpose, scale_inv));
 }
 
 // --- every device ---

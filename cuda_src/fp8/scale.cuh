@@ -4,6 +4,7 @@
 #include "common/element.cuh"
 #include "common/reduce.cuh"
 #include "fp8/args.h"
+#include "fp8/convert.cuh"
 
 namespace tejit {
 namespace fp8 {
@@ -15,12 +16,12 @@ TEJIT_DEVICE bool is_noop(const float* noop) {
 // `limit` takes the place of a quotient that overflows. The division must be IEEE's, and its result must not
 // be flushed: hence the intrinsics.
 TEJIT_DEVICE float scale_from_amax(float amax, float fp8_max, bool pow2, float eps,
-                                   float limit = F32::kLargest) {
+                                   float limit = Any::kLargest) {
   if (amax < eps) amax = eps;
   // Neither 0 nor inf nor NaN; written so that NaN fails it too.
-  const bool usable = amax > 0.0f && amax <= F32::kLargest;
+  const bool usable = amax > 0.0f && amax <= Any::kLargest;
   float scale = usable ? __fdiv_rn(fp8_max, amax) : 1.0f;
-  if (scale > F32::kLargest) scale = limit;
+  if (scale > Any::kLargest) scale = limit;
   return pow2 ? __uint_as_float(__float_as_uint(scale) & 0xff800000u) : scale;
 }
 
@@ -28,25 +29,40 @@ TEJIT_DEVICE float reciprocal(float scale) {
   return __fdiv_rn(1.0f, scale);
 }
 
-// Every block finds the scale for itself: a few kilobytes from L2, instead of one more launch. Call it once a
-// kernel, from all threads, after the first loads of x were issued.
+// The scale that is given; or every block finds it for itself: a few kilobytes from L2, instead of one more
+// launch. Call it once a kernel, from all threads, after the first loads of x were issued.
 template <int kThreads>
-TEJIT_DEVICE float scale_of_block(const CastArgs& args, float fp8_max) {
+TEJIT_DEVICE float scale_of_block(const CastArgs& args) {
   __shared__ u32 scratch[32];
   wait_for_previous_kernel();
-  float amax;
-  if (args.amax_count == 1) {
-    amax = load_shared_value(args.amax);  // a caller's own amax may be NaN, which a maximum would lose
+  float scale;
+  if (args.scale != nullptr) {
+    scale = load_shared_value(args.scale);
   } else {
-    float m = 0.0f;
+    float amax;
+    if (args.amax_count == 1) {
+      amax = load_shared_value(args.amax);  // a caller's own amax may be NaN, which a maximum would lose
+    } else {
+      float m = 0.0f;
 #pragma unroll 2
-    for (int i = threadIdx.x; i < args.amax_count; i += kThreads)
-      m = fmaxf(m, load_shared_value(args.amax + i));
-    amax = block_max<kThreads>(m, scratch);
+      for (int i = threadIdx.x; i < args.amax_count; i += kThreads)
+        m = fmaxf(m, load_shared_value(args.amax + i));
+      amax = block_max<kThreads>(m, scratch);
+    }
+    scale = scale_from_amax(amax, largest(args.fp8 != 0), args.pow2 != 0, args.eps);
   }
-  const float scale = scale_from_amax(amax, fp8_max, args.pow2 != 0, args.eps);
   if (blockIdx.x == 0 && threadIdx.x == 0) *args.scale_inv = reciprocal(scale);
   return scale;
+}
+
+// The kernel's last act, from all threads: `amax` is what each has seen. Floats that are not negative order as
+// integers do, and a maximum does not depend on the order in which blocks arrive.
+template <int kThreads>
+TEJIT_DEVICE void collect_amax(const CastArgs& args, float amax) {
+  __shared__ u32 scratch[32];
+  if (args.new_amax == nullptr) return;
+  amax = block_max<kThreads>(amax, scratch);
+  if (threadIdx.x == 0) atomicMax(reinterpret_cast<int*>(args.new_amax), static_cast<int>(__float_as_uint(amax)));
 }
 
 }  // namespace fp8

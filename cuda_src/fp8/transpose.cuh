@@ -12,26 +12,26 @@
 namespace tejit {
 namespace fp8 {
 
-template <typename T, Format kFormat, typename Plan, bool kWide>
-struct TileCast : Tile<T, Plan, kWide, CastArgs> {
-  using Base = Tile<T, Plan, kWide, CastArgs>;
+template <typename T, typename Plan>
+struct TileCast : Tile<T, Plan, CastArgs> {
+  using Base = Tile<T, Plan, CastArgs>;
   using Base::args;
   using Base::kPer;
+  using Base::v;
 
   TEJIT_DEVICE explicit TileCast(const CastArgs& a) : Base(a) {}
 
   TEJIT_DEVICE void convert(Place p, float scale, u32* buffer) const {
-    const bool wide = kWide || (args.cols % kPer == 0 && takes_vectors<T>(args.row));
     u8* to = args.row + this->first_element(p);
+    const int rows = args.row != nullptr ? this->rows_left_here(p) : 0;
     const int cols = this->cols_left(p) - this->lane * kPer;
-    const int rows = args.row != nullptr && cols > 0 ? this->rows_left(p) - this->quad * 4 : 0;
 #pragma unroll
     for (int s = 0; s < Base::kSteps; ++s) {
       u32 word[4][kPer / 4];
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
-        encode_vector<T, kFormat>(this->v[s][r], scale, word[r]);
-        this->store_row(to, s, r, word[r], rows, cols, wide);
+        encode_vector<T>(v[s][r], scale, args.fp8 != 0, word[r]);
+        this->store_row(to, s, r, word[r], rows, cols);
       }
       this->put_squares(buffer, s, word);
     }
@@ -39,34 +39,34 @@ struct TileCast : Tile<T, Plan, kWide, CastArgs> {
 
   TEJIT_DEVICE void run(u32 (*buffers)[Base::kCols * Base::kQuads]) {
     const u64 col_bits = this->col_alignment();
-    u32 t = blockIdx.x;
-    Place here = this->place(t);
-    this->load(here);
-    const float scale = scale_of_block<Plan::kThreads>(args, Traits<kFormat>::kMax);
-    for (int turn = 0; t < this->tiles(); turn ^= 1) {
+    const Place step = this->place(gridDim.x);
+    Place here = this->place(blockIdx.x);
+    u32 m = 0;
+    this->load(here, v);
+    const float scale = scale_of_block<Plan::kThreads>(args);
+    for (int turn = 0; here.row < this->tile_rows; turn ^= 1) {
       u32* buffer = buffers[turn];
+      this->settle();
+      this->each_vector([&](int s, int r, int) { m = T::amax_step(m, v[s][r]); });
+      const Place next = this->after(here, step);
+      this->load_ahead(next);
       convert(here, scale, buffer);
-      t += gridDim.x;
-      const Place next = this->place(t);
-      this->load(next);
+      this->load_after(next);
       __syncthreads();
       this->store_transpose(here, buffer, col_bits);
+      this->advance(next);
       here = next;
     }
+    collect_amax<Plan::kThreads>(args, T::amax_result(m));
   }
 };
 
-template <typename T, Format kFormat, typename Plan>
+template <typename T, typename Plan>
 TEJIT_DEVICE void cast_transpose(const CastArgs& args) {
-  using Wide = TileCast<T, kFormat, Plan, true>;
-  using Any = TileCast<T, kFormat, Plan, false>;
-  alignas(16) __shared__ u32 buffers[2][Wide::kCols * Wide::kQuads];
+  using Cast = TileCast<T, Plan>;
+  alignas(16) __shared__ u32 buffers[2][Cast::kCols * Cast::kQuads];
   if (is_noop(args.noop)) return;
-  if (all_wide<T>(args)) {
-    Wide(args).run(buffers);
-  } else {
-    Any(args).run(buffers);
-  }
+  Cast(args).run(buffers);
 }
 
 }  // namespace fp8

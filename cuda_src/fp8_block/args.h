@@ -23,12 +23,14 @@ struct BlockArgs {
   float eps;
   float limit;  // replaces a scale that overflows: the largest value of the op's input dtype
   int pow2;
+  int fp8;   // 0: E4M3, 1: E5M2
+  int half;  // x is float16, else float32; of no account to a kernel for bfloat16
 };
 
-static_assert(sizeof(BlockArgs) == 96, "host and device compilers must lay it out alike");
+static_assert(sizeof(BlockArgs) == 104, "host and device compilers must lay it out alike");
 
-// Threads of a block, and how many blocks a multiprocessor holds, by the size of x's elements: a thread holds
-// twice as many registers of float32.
+// Threads of a block, and how many blocks a multiprocessor holds, by the size of x's elements in registers: a
+// thread holds twice as many of float32.
 template <int kBytes>
 struct RowShape {
   static constexpr int kThreads = 512;

@@ -1,25 +1,25 @@
 // The kernels of FP8 in blocks of 128, by the plain names that the host asks for.
 #include "fp8_block/quantize.cuh"
 
-#define TEJIT_FP8_BLOCK(NAME, T, FORMAT, DIM, SHAPE, TRANSPOSE)                                         \
-  extern "C" __global__ void __launch_bounds__(tejit::fp8_block::SHAPE<tejit::T::kBytes>::kThreads,     \
-                                               tejit::fp8_block::SHAPE<tejit::T::kBytes>::kBlocksPerSM) \
-      NAME(const __grid_constant__ tejit::fp8_block::BlockArgs args) {                                  \
-    using Shape = tejit::fp8_block::SHAPE<tejit::T::kBytes>;                                            \
-    using Plan = tejit::fp8_block::BlockPlan<tejit::T, Shape::kThreads>;                                \
-    tejit::fp8_block::quantize_blocks<tejit::T, tejit::fp8::FORMAT, Plan, DIM, TRANSPOSE>(args);        \
+// A 128x128 block's scale needs all of the tile: only tiles that are loaded ahead keep memory busy meanwhile. Of
+// float32 a tile is too large for that.
+#define TEJIT_FP8_BLOCK(NAME, T, BYTES, DIM, SHAPE, TRANSPOSE, AHEAD)                            \
+  extern "C" __global__ void __launch_bounds__(tejit::fp8_block::SHAPE<BYTES>::kThreads,         \
+                                               tejit::fp8_block::SHAPE<BYTES>::kBlocksPerSM)     \
+      NAME(const __grid_constant__ tejit::fp8_block::BlockArgs args) {                           \
+    using Plan = tejit::fp8_block::BlockPlan<tejit::T, tejit::fp8_block::SHAPE<BYTES>::kThreads, \
+                                             tejit::Ahead::AHEAD>;                               \
+    tejit::fp8_block::quantize_blocks<tejit::T, Plan, DIM, TRANSPOSE>(args);                     \
   }
 
-#define TEJIT_FP8_BLOCK_OF(X, T, TNAME, FORMAT, FNAME)                                  \
-  X(tejit_fp8_block_1d_row_##TNAME##_##FNAME, T, FORMAT, 1, RowShape, false)            \
-  X(tejit_fp8_block_1d_transpose_##TNAME##_##FNAME, T, FORMAT, 1, TransposeShape, true) \
-  X(tejit_fp8_block_2d_row_##TNAME##_##FNAME, T, FORMAT, 2, RowShape, false)            \
-  X(tejit_fp8_block_2d_transpose_##TNAME##_##FNAME, T, FORMAT, 2, TransposeShape, true)
-
-#define TEJIT_FP8_BLOCK_EVERY(X)                 \
-  TEJIT_FP8_BLOCK_OF(X, F32, f32, kE4M3, e4m3)   \
-  TEJIT_FP8_BLOCK_OF(X, BF16, bf16, kE4M3, e4m3) \
-  TEJIT_FP8_BLOCK_OF(X, F32, f32, kE5M2, e5m2)   \
-  TEJIT_FP8_BLOCK_OF(X, BF16, bf16, kE5M2, e5m2)
+#define TEJIT_FP8_BLOCK_EVERY(X)                                                                 \
+  X(tejit_fp8_block_1d_row_any, Any, 4, 1, RowShape, false, kAfter)                              \
+  X(tejit_fp8_block_1d_transpose_any, Any, 4, 1, TransposeShape, true, kAfter)                   \
+  X(tejit_fp8_block_2d_row_any, Any, 4, 2, RowShape, false, kAfter)                              \
+  X(tejit_fp8_block_2d_transpose_any, Any, 4, 2, TransposeShape, true, kAfter)                   \
+  X(tejit_fp8_block_1d_row_bf16, BF16, 2, 1, RowShape, false, kAfter)                            \
+  X(tejit_fp8_block_1d_transpose_bf16, BF16, 2, 1, TransposeShape, true, kAfter)                 \
+  X(tejit_fp8_block_2d_row_bf16, BF16, 2, 2, RowShape, false, kShared)                           \
+  X(tejit_fp8_block_2d_transpose_bf16, BF16, 2, 2, TransposeShape, true, kRegisters)
 
 TEJIT_FP8_BLOCK_EVERY(TEJIT_FP8_BLOCK)

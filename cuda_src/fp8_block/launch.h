@@ -10,18 +10,17 @@
 namespace tejit {
 namespace fp8_block {
 
-// By dim - 1, whether there is a transpose, whether the input is bfloat16 (else float32), element type.
-#define TEJIT_NAMES(DIM, KIND)                                                                     \
-  {{"tejit_fp8_block_" #DIM "_" #KIND "_f32_e4m3", "tejit_fp8_block_" #DIM "_" #KIND "_f32_e5m2"}, \
-   {"tejit_fp8_block_" #DIM "_" #KIND "_bf16_e4m3", "tejit_fp8_block_" #DIM "_" #KIND "_bf16_e5m2"}}
-inline constexpr const char* kKernel[2][2][2][2] = {{TEJIT_NAMES(1d, row), TEJIT_NAMES(1d, transpose)},
-                                                    {TEJIT_NAMES(2d, row), TEJIT_NAMES(2d, transpose)}};
-#undef TEJIT_NAMES
+// By dim - 1, whether there is a transpose, whether the input is bfloat16.
+inline constexpr const char* kKernel[2][2][2] = {
+    {{"tejit_fp8_block_1d_row_any", "tejit_fp8_block_1d_row_bf16"},
+     {"tejit_fp8_block_1d_transpose_any", "tejit_fp8_block_1d_transpose_bf16"}},
+    {{"tejit_fp8_block_2d_row_any", "tejit_fp8_block_2d_row_bf16"},
+     {"tejit_fp8_block_2d_transpose_any", "tejit_fp8_block_2d_transpose_bf16"}}};
 
-inline void launch_blocks(const Launcher& launch, const BlockArgs& args, int dim, bool bf16, int fp8) {
-  const bool transpose = args.col != nullptr;
+inline void launch_blocks(const Launcher& launch, const BlockArgs& args, int dim, int dtype) {
+  const bool transpose = args.col != nullptr, bf16 = is_bf16(dtype);
   const std::int64_t tiles = pieces_of(args.rows, kBlock) * pieces_of(args.cols, kBlock);
-  const char* kernel = kKernel[dim - 1][transpose][bf16][fp8];
+  const char* kernel = kKernel[dim - 1][transpose][bf16];
   const auto with = [&](auto shape) {
     launch(kernel, launch.blocks(tiles, shape.kBlocksPerSM), shape.kThreads, args);
   };

@@ -153,10 +153,7 @@ inline void quantize_on_cuda(const Tensor& x, int dtype, int dim, const fp8::Sca
                              const Outputs& out) {
   if (x.numel() == 0 || (out.row == nullptr && out.col == nullptr)) return;
   const Launcher launch(device_of(x).index);
-  // float16 is exact in float32, whose kernels serve it: kernels of its own would cost every first import
-  // more than they save the few who train in it.
-  const bool half = dtype == static_cast<int>(cpu::In::f16);
-  const Tensor values = as_contiguous(half ? torch::stable::to(x, torch::headeronly::ScalarType::Float) : x);
+  const Tensor values = as_contiguous(x);
   const Matrix m = matrix_of(shape_of(x));
   const BlockArgs args = {values.const_data_ptr(),
                           out.row,
@@ -170,8 +167,10 @@ inline void quantize_on_cuda(const Tensor& x, int dtype, int dim, const fp8::Sca
                           scale_shape(m.cols, m.rows, dim)[1],
                           s.eps,
                           kLargest[dtype],
-                          s.pow2};
-  launch_blocks(launch, args, dim, dtype == static_cast<int>(cpu::In::bf16), s.fp8);
+                          s.pow2,
+                          s.fp8,
+                          is_half(dtype)};
+  launch_blocks(launch, args, dim, dtype);
 }
 
 inline Four quantize_cuda(const Tensor& x, std::int64_t fp8, std::int64_t dim, bool rowwise, bool columnwise,

@@ -14,31 +14,28 @@
 namespace tejit {
 namespace fp8_block {
 
-using fp8::Format;
-
-template <typename T, int kThreads_, Load kLoad_ = Load::kEvictFirst, Store kStore_ = Store::kStream>
-struct BlockPlan {
-  static constexpr int kThreads = kThreads_;
-  static constexpr int kRows = kBlock;
-  static constexpr int kLanes = kBlock / T::kPerVector;
-  static constexpr int kBand = 1;
-  static constexpr bool kDescending = false;
-  static constexpr Load kLoad = kLoad_;
-  static constexpr Store kStore = kStore_;
+template <typename T, int kThreads_, Ahead kAhead_ = Ahead::kAfter, Load kLoad_ = Load::kEvictFirst,
+          Store kStore_ = Store::kStream>
+struct BlockPlan : TilePlan<kThreads_, kBlock, kBlock / T::kPerVector, kAhead_, kLoad_, kStore_> {
+  // One tile as it lies in memory.
+  TEJIT_DEVICE static uint4* stage() {
+    __shared__ uint4 memory[kBlock * kBlock / T::kPerVector];
+    return memory;
+  }
 };
 
 // Column maxima of every warp, in shared memory.
 template <typename T, int kThreads>
 struct Maxima {
   static constexpr int kWarps = kThreads / 32;
-  static constexpr int kWords = kBlock * T::kBytes / 4;  // a tile's row as words
+  static constexpr int kWords = kBlock / T::kWordElements;  // a tile's row as words
   // Four rows that are read at once then lie in different banks.
   static constexpr int kPitch = kWords + kWords / 16;
 };
 
-template <typename T, Format kFormat, typename Plan, bool kTranspose, bool kWide>
-struct BlockCast : Tile<T, Plan, kWide, BlockArgs> {
-  using Base = Tile<T, Plan, kWide, BlockArgs>;
+template <typename T, typename Plan, bool kTranspose>
+struct BlockCast : Tile<T, Plan, BlockArgs> {
+  using Base = Tile<T, Plan, BlockArgs>;
   using Memory = Maxima<T, Plan::kThreads>;
   using Base::args;
   using Base::kPer;
@@ -51,7 +48,7 @@ struct BlockCast : Tile<T, Plan, kWide, BlockArgs> {
   TEJIT_DEVICE explicit BlockCast(const BlockArgs& a) : Base(a) {}
 
   TEJIT_DEVICE float scale_of(float amax) const {
-    return fp8::scale_from_amax(amax, fp8::Traits<kFormat>::kMax, args.pow2 != 0, args.eps, args.limit);
+    return fp8::scale_from_amax(amax, fp8::largest(args.fp8 != 0), args.pow2 != 0, args.eps, args.limit);
   }
 
   // Of a line of scales, entry i where the matrix has such a block, and zeros behind the last one.
@@ -79,17 +76,16 @@ struct BlockCast : Tile<T, Plan, kWide, BlockArgs> {
   }
 
   TEJIT_DEVICE void convert_square(Place p, float scale, u32* codes) const {
-    const bool wide = kWide || (args.cols % kPer == 0 && takes_vectors<T>(args.row));
     u8* to = args.row + this->first_element(p);
+    const int rows = args.row != nullptr ? this->rows_left_here(p) : 0;
     const int cols = this->cols_left(p) - lane * kPer;
-    const int rows = args.row != nullptr && cols > 0 ? this->rows_left(p) - quad * 4 : 0;
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
       u32 word[4][kPer / 4];
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
-        fp8::encode_vector<T, kFormat>(v[s][r], scale, word[r]);
-        this->store_row(to, s, r, word[r], rows, cols, wide);
+        fp8::encode_vector<T>(v[s][r], scale, args.fp8 != 0, word[r]);
+        this->store_row(to, s, r, word[r], rows, cols);
       }
       if constexpr (kTranspose) this->put_squares(codes, s, word);
     }
@@ -98,26 +94,24 @@ struct BlockCast : Tile<T, Plan, kWide, BlockArgs> {
   // Two sets of words for the maxima: a warp may be a tile ahead of another that still reads.
   TEJIT_DEVICE void squares(u32* codes, u32 (*maxima)[32]) {
     const u64 col_bits = this->col_alignment();
-    u32 t = blockIdx.x;
-    Place here = this->place(t);
-    this->load(here);
-    for (int turn = 0; t < this->tiles(); turn ^= 1) {
+    const Place step = this->place(gridDim.x);
+    Place here = this->place(blockIdx.x);
+    this->load(here, v);
+    for (int turn = 0; here.row < this->tile_rows; turn ^= 1) {
       u32 m = 0;
-#pragma unroll
-      for (int s = 0; s < kSteps; ++s) {
-#pragma unroll
-        for (int r = 0; r < 4; ++r) m = T::amax_step(m, v[s][r]);
-      }
+      this->settle();
+      this->each_vector([&](int s, int r, int) { m = T::amax_step(m, v[s][r]); });
       const float scale = scale_of(block_max<Plan::kThreads>(T::amax_result(m), maxima[turn]));
+      const Place next = this->after(here, step);
+      this->load_ahead(next);
       if (threadIdx.x < 4) put_square_scale(here, scale);
       convert_square(here, scale, codes);
-      t += gridDim.x;
-      const Place next = this->place(t);
-      this->load(next);
+      this->load_after(next);
       if constexpr (kTranspose) {
         __syncthreads();
         this->store_transpose(here, codes, col_bits);
       }
+      this->advance(next);
       here = next;
     }
   }
@@ -146,16 +140,12 @@ struct BlockCast : Tile<T, Plan, kWide, BlockArgs> {
 
   TEJIT_DEVICE void column_maxima(u32* maxima) const {
     u32 c[4] = {0, 0, 0, 0};
-#pragma unroll
-    for (int s = 0; s < kSteps; ++s) {
-#pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        c[0] = T::amax_word(c[0], v[s][r].x);
-        c[1] = T::amax_word(c[1], v[s][r].y);
-        c[2] = T::amax_word(c[2], v[s][r].z);
-        c[3] = T::amax_word(c[3], v[s][r].w);
-      }
-    }
+    this->each_vector([&](int s, int r, int) {
+      c[0] = T::amax_word(c[0], v[s][r].x);
+      c[1] = T::amax_word(c[1], v[s][r].y);
+      c[2] = T::amax_word(c[2], v[s][r].z);
+      c[3] = T::amax_word(c[3], v[s][r].w);
+    });
     if constexpr (Plan::kLanes == 16) {
 #pragma unroll
       for (int w = 0; w < 4; ++w) c[w] = T::amax_word(c[w], __shfl_xor_sync(kAll, c[w], 16));
@@ -175,8 +165,8 @@ struct BlockCast : Tile<T, Plan, kWide, BlockArgs> {
     u32 m = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      m = T::amax_word(m, maxima[(i * kGroups + group) * Memory::kPitch + column * T::kBytes / 4]);
-    m = __float_as_uint(T::element(m, column % (4 / T::kBytes)));
+      m = T::amax_word(m, maxima[(i * kGroups + group) * Memory::kPitch + column / T::kWordElements]);
+    m = __float_as_uint(fabsf(T::element(m, column % T::kWordElements)));
 #pragma unroll
     for (int step = 1; step < kGroups; step *= 2) m = max(m, __shfl_xor_sync(kAll, m, step));
     const float scale = scale_of(__uint_as_float(m));
@@ -189,10 +179,9 @@ struct BlockCast : Tile<T, Plan, kWide, BlockArgs> {
 
   TEJIT_DEVICE void convert_vectors(Place p, const float (&row_scales)[kSteps], const float* scales,
                                     u32* codes) const {
-    const bool wide = kWide || (args.cols % kPer == 0 && takes_vectors<T>(args.row));
     u8* to = args.row + this->first_element(p);
-    const int cols = this->cols_left(p) - lane * kPer;
-    const int rows = cols > 0 ? this->rows_left(p) - quad * 4 : 0;
+    const int rows = this->rows_left_here(p), cols = this->cols_left(p) - lane * kPer;
+    const bool e5m2 = args.fp8 != 0;
     float column_scale[kPer];
     if constexpr (kTranspose) {
 #pragma unroll
@@ -206,18 +195,17 @@ struct BlockCast : Tile<T, Plan, kWide, BlockArgs> {
     }
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
+      u32 word[4][kPer / 4];
       if (args.row != nullptr) {
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
-          u32 word[kPer / 4];
-          fp8::encode_vector<T, kFormat>(v[s][r], __shfl_sync(kAll, row_scales[s], r, 4), word);
-          this->store_row(to, s, r, word, rows, cols, wide);
+          fp8::encode_vector<T>(v[s][r], __shfl_sync(kAll, row_scales[s], r, 4), e5m2, word[r]);
+          this->store_row(to, s, r, word[r], rows, cols);
         }
       }
       if constexpr (kTranspose) {
-        u32 word[4][kPer / 4];
 #pragma unroll
-        for (int r = 0; r < 4; ++r) fp8::encode_vector<T, kFormat>(v[s][r], column_scale, word[r]);
+        for (int r = 0; r < 4; ++r) fp8::encode_vector<T>(v[s][r], column_scale, e5m2, word[r]);
         this->put_squares(codes, s, word);
       }
     }
@@ -225,10 +213,11 @@ struct BlockCast : Tile<T, Plan, kWide, BlockArgs> {
 
   TEJIT_DEVICE void vectors(u32* codes, u32* maxima, float* scales) {
     const u64 col_bits = this->col_alignment();
-    u32 t = blockIdx.x;
-    Place here = this->place(t);
-    this->load(here);
-    while (t < this->tiles()) {
+    const Place step = this->place(gridDim.x);
+    Place here = this->place(blockIdx.x);
+    this->load(here, v);
+    while (here.row < this->tile_rows) {
+      this->settle();
       if constexpr (kTranspose) {
         column_maxima(maxima);
         __syncthreads();
@@ -241,9 +230,8 @@ struct BlockCast : Tile<T, Plan, kWide, BlockArgs> {
       }
       if constexpr (kTranspose) __syncthreads();
       convert_vectors(here, row_scales, scales, codes);
-      t += gridDim.x;
-      const Place next = this->place(t);
-      this->load(next);
+      const Place next = this->after(here, step);
+      this->load_after(next);
       if constexpr (kTranspose) {
         __syncthreads();
         this->store_transpose(here, codes, col_bits);
@@ -278,33 +266,22 @@ struct Shared<T, kThreads, 2, true> {
   u32 maxima[2][32];
 };
 
-// Whether kernels of an input type have a path without edges. It doubles the compiler's work on them, so only
-// what training mostly runs has one; the other path takes whole vectors too, and asks for each.
-template <typename T>
-inline constexpr bool kHasWidePath = false;
-template <>
-inline constexpr bool kHasWidePath<BF16> = true;
-
 // kDim: 1 for 1x128 and 128x1, 2 for 128x128.
-template <typename T, Format kFormat, typename Plan, int kDim, bool kTranspose>
+template <typename T, typename Plan, int kDim, bool kTranspose>
 TEJIT_DEVICE void quantize_blocks(const BlockArgs& args) {
+  static_assert(kDim == 2 || Plan::kAhead == Ahead::kAfter, "vectors() loads after it has made a tile's bytes");
   __shared__ Shared<T, Plan::kThreads, kDim, kTranspose> memory;
   if (fp8::is_noop(args.noop)) return;
-  const auto run = [](auto cast) {
-    if constexpr (kDim == 1 && kTranspose) {
-      cast.vectors(memory.codes, memory.maxima, memory.scales);
-    } else if constexpr (kDim == 1) {
-      cast.vectors(nullptr, nullptr, nullptr);
-    } else if constexpr (kTranspose) {
-      cast.squares(memory.codes, memory.maxima);
-    } else {
-      cast.squares(nullptr, memory.maxima);
-    }
-  };
-  if constexpr (kFormat == fp8::kE4M3 && kHasWidePath<T>) {
-    if (all_wide<T>(args)) return run(BlockCast<T, kFormat, Plan, kTranspose, true>(args));
+  BlockCast<T, Plan, kTranspose> cast(args);
+  if constexpr (kDim == 1 && kTranspose) {
+    cast.vectors(memory.codes, memory.maxima, memory.scales);
+  } else if constexpr (kDim == 1) {
+    cast.vectors(nullptr, nullptr, nullptr);
+  } else if constexpr (kTranspose) {
+    cast.squares(memory.codes, memory.maxima);
+  } else {
+    cast.squares(nullptr, memory.maxima);
   }
-  run(BlockCast<T, kFormat, Plan, kTranspose, false>(args));
 }
 
 }  // namespace fp8_block

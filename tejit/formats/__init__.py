@@ -1,6 +1,11 @@
-"""The formats: one file each, with its quantizer, its storage and its tensor."""
+"""The formats: one file or folder each, with its quantizer, its storage and its tensor."""
 
-from tejit.formats.float8 import Float8CurrentScalingQuantizer, Float8Tensor, Float8TensorStorage
+from tejit.formats.float8 import (
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    Float8Tensor,
+    Float8TensorStorage,
+)
 from tejit.formats.float8_block import (
     Float8BlockQuantizer,
     Float8BlockwiseQTensor,
@@ -15,6 +20,7 @@ __all__ = [
     "Float8BlockwiseQTensor",
     "Float8BlockwiseQTensorStorage",
     "Float8CurrentScalingQuantizer",
+    "Float8Quantizer",
     "Float8Tensor",
     "Float8TensorStorage",
     "HybridQuantizedTensor",

@@ -58,6 +58,20 @@ _define(
     fp8_fake.quantize_current_out,
 )
 _define(
+    "fp8_quantize_delayed",
+    "(Tensor x, int fp8, bool data, bool transpose, Tensor scale, Tensor(a!) amax)"
+    " -> (Tensor data, Tensor transpose, Tensor scale_inv)",
+    fp8_reference.quantize_delayed,
+    fp8_fake.quantize_delayed,
+)
+_define(
+    "fp8_quantize_delayed_out",
+    "(Tensor x, int fp8, Tensor scale, Tensor(a!) amax, Tensor? noop,"
+    " Tensor(b!)? data, Tensor(c!)? transpose, Tensor(d!) scale_inv) -> ()",
+    fp8_reference.quantize_delayed_out,
+    fp8_fake.quantize_delayed_out,
+)
+_define(
     "fp8_make_empty",
     "(int[] shape, bool data, bool transpose, Device device, bool pin_memory)"
     " -> (Tensor data, Tensor transpose, Tensor scale_inv)",

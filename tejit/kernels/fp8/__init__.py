@@ -13,7 +13,16 @@ from tejit.kernels import backend
 from tejit.kernels.fp8 import reference
 from tejit.kernels.fp8.reference import dequantize, transposed_shape
 
-__all__ = ["amax", "dequantize", "make_empty", "quantize_current", "quantize_current_out", "transposed_shape"]
+__all__ = [
+    "amax",
+    "dequantize",
+    "make_empty",
+    "quantize_current",
+    "quantize_current_out",
+    "quantize_delayed",
+    "quantize_delayed_out",
+    "transposed_shape",
+]
 
 
 def amax(x: Tensor) -> Tensor:
@@ -62,6 +71,45 @@ def quantize_current_out(
         torch.ops.tejit.fp8_quantize_current_out.default(x, fp8, pow2, eps, amax, noop, data, transpose, scale_inv)
     else:
         reference.quantize_current_out(x, fp8, pow2, eps, amax, noop, data, transpose, scale_inv)
+
+
+def quantize_delayed(
+    x: Tensor, fp8: int, data: bool, transpose: bool, scale: Tensor, amax: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantize with the given ``scale``, and take the elements of ``x`` into the running ``amax``.
+
+    Args:
+        x, fp8, data, transpose: as in :func:`quantize_current`.
+        scale: float32 ``(1,)`` on ``x``'s device: the multiplier of ``x``.
+        amax: float32 ``(1,)`` on ``x``'s device; becomes ``max(amax, max|x|)``. NaN elements of ``x`` do not
+            enter, inf does; a NaN that is there already stays.
+
+    Returns:
+        ``(data, transpose, scale_inv)`` as in :func:`quantize_current`; ``scale_inv`` is ``1 / scale``.
+
+    Raises ``RuntimeError`` for a ``scale`` or ``amax`` of another dtype, shape or device.
+    """
+    if backend.use_ops(x.device):
+        return torch.ops.tejit.fp8_quantize_delayed.default(x, fp8, data, transpose, scale, amax)
+    return reference.quantize_delayed(x, fp8, data, transpose, scale, amax)
+
+
+def quantize_delayed_out(
+    x: Tensor,
+    fp8: int,
+    scale: Tensor,
+    amax: Tensor,
+    noop: Tensor | None,
+    data: Tensor | None,
+    transpose: Tensor | None,
+    scale_inv: Tensor,
+) -> None:
+    """:func:`quantize_delayed` into given buffers; ``noop`` (float32, one element) equal to 1.0 leaves them, and
+    ``amax``, as they are."""
+    if backend.use_ops(x.device):
+        torch.ops.tejit.fp8_quantize_delayed_out.default(x, fp8, scale, amax, noop, data, transpose, scale_inv)
+    else:
+        reference.quantize_delayed_out(x, fp8, scale, amax, noop, data, transpose, scale_inv)
 
 
 def make_empty(

@@ -44,3 +44,22 @@ def quantize_current_out(
     scale_inv: Tensor,
 ) -> None:
     return None
+
+
+def quantize_delayed(
+    x: Tensor, fp8: int, data: bool, transpose: bool, scale: Tensor, amax: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return quantize_current(x, fp8, data, transpose, False, 0.0, None)
+
+
+def quantize_delayed_out(
+    x: Tensor,
+    fp8: int,
+    scale: Tensor,
+    amax: Tensor,
+    noop: Tensor | None,
+    data: Tensor | None,
+    transpose: Tensor | None,
+    scale_inv: Tensor,
+) -> None:
+    return None

@@ -58,7 +58,7 @@ def cast(x: Tensor, multiplier: Tensor, fp8: int) -> Tensor:
     scaled = x.to(torch.float32) * multiplier
     # What `.to(float8)` does beyond the largest value differs between torch releases: clamp first.
     codes = scaled.clamp(-element.max, element.max).to(element.dtype).view(torch.uint8)
-    return torch.where(x == x, codes, torch.full_like(codes, element.nan_byte))
+    return torch.where(scaled == scaled, codes, torch.full_like(codes, element.nan_byte))
 
 
 def transposed_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -99,6 +99,49 @@ def quantize_current_out(
 ) -> None:
     fresh = quantize_current(x, fp8, data is not None, transpose is not None, pow2, eps, given_amax)
     write_unless((data, transpose, scale_inv), fresh, noop)
+
+
+def quantize_delayed(
+    x: Tensor, fp8: int, data: bool, transpose: bool, scale: Tensor, amax_seen: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    codes, transposed, scale_inv, largest = _delayed(x, fp8, data, transpose, scale, amax_seen)
+    amax_seen.copy_(largest)
+    return codes, transposed, scale_inv
+
+
+def quantize_delayed_out(
+    x: Tensor,
+    fp8: int,
+    scale: Tensor,
+    amax_seen: Tensor,
+    noop: Tensor | None,
+    data: Tensor | None,
+    transpose: Tensor | None,
+    scale_inv: Tensor,
+) -> None:
+    fresh = _delayed(x, fp8, data is not None, transpose is not None, scale, amax_seen)
+    write_unless((data, transpose, scale_inv, amax_seen), fresh, noop)
+
+
+def _delayed(
+    x: Tensor, fp8: int, data: bool, transpose: bool, scale: Tensor, amax_seen: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Data, transpose, scale_inv, and the new running amax."""
+    for name, value in (("scale", scale), ("amax", amax_seen)):
+        if value.dtype != torch.float32 or tuple(value.shape) != (1,) or value.device != x.device:
+            raise RuntimeError(
+                f"tejit: {name} has dtype {value.dtype} and shape {tuple(value.shape)} on {value.device}, but float32"
+                f" and shape (1,) are needed on {x.device}"
+            )
+    x = as_rounded(x)
+    codes = cast(x.contiguous(), scale.reshape(()), fp8)
+    absent = codes.new_empty((0,))
+    return (
+        codes if data else absent,
+        transpose_bytes(codes) if transpose else absent,
+        divide(torch.ones_like(scale), scale),
+        torch.maximum(amax_seen, amax(x)),
+    )
 
 
 def write_unless(old: tuple[Tensor | None, ...], new: tuple[Tensor, ...], noop: Tensor | None) -> None:

@@ -1,174 +1,26 @@
-"""FP8 with one scale per tensor: quantizer (current scaling), storage and tensor.
+"""FP8 with one scale per tensor: storage and tensor.
 
 Buffers: ``_data`` (uint8, the logical shape), ``_transpose`` (uint8, last dimension first) and
 ``_scale_inv`` (float32, ``(1,)``). Devices whose FP8 GEMM reads every layout keep one copy of the bytes for
 both directions; on all others columnwise use needs the transposed copy.
 """
 
-import math
 from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
-from tejit.device import fp8_gemm_takes_every_layout, resolve_device
-from tejit.dynamo import register_value_opaque_quantizer
+from tejit.device import fp8_gemm_takes_every_layout
 from tejit.format_info import FP8_TENSOR, fp8_element
 from tejit.kernels import fp8
-from tejit.kernels.gemm import Operand
 from tejit.tensor import InnerTensor, QuantizedTensor, QuantizedTensorStorage, Quantizer
 from tejit.tensor.dispatch import aten, swaps_matrix
 from tejit.tensor.quantized import make_wrapper
-from tejit.tensor.quantizer import Inner, checked_epsilon
 from tejit.tensor.serialization import allow
 
 
-class Float8CurrentScalingQuantizer(Quantizer):
-    """FP8, scaled by the amax of the very tensor that is quantized.
-
-    Args:
-        fp8_dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
-        rowwise: produce the operand of ``x @ w.T``-like GEMMs.
-        columnwise: produce the operand of the transposed GEMM.
-        force_pow_2_scales: round the scale down to a power of two.
-        amax_epsilon: lower bound of amax, at least 0.
-        internal: make bare storages instead of tensors.
-        optimize_for_gemm: accepted as in every format; per-tensor scales have one layout only.
-
-    Raises ``TypeError`` for another ``fp8_dtype`` or a flag that is no bool, ``ValueError`` for an
-    ``amax_epsilon`` that is negative, NaN or beyond float32.
-    """
-
-    fp8_dtype: torch.dtype
-    force_pow_2_scales: bool
-    amax_epsilon: float
-
-    def __init__(
-        self,
-        fp8_dtype: torch.dtype = torch.float8_e4m3fn,
-        *,
-        rowwise: bool = True,
-        columnwise: bool = True,
-        force_pow_2_scales: bool = False,
-        amax_epsilon: float = 0.0,
-        internal: bool = False,
-        optimize_for_gemm: bool = False,
-    ) -> None:
-        super().__init__(rowwise=rowwise, columnwise=columnwise, internal=internal, optimize_for_gemm=optimize_for_gemm)
-        fp8_element(fp8_dtype)
-        self._init_flags(force_pow_2_scales=force_pow_2_scales)
-        self._init_fields(fp8_dtype=fp8_dtype, amax_epsilon=checked_epsilon(amax_epsilon))
-
-    def inner_tensor_specs(
-        self, shape: tuple[int, ...], device: torch.device | str | None = None
-    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """``{attribute: (shape, dtype)}`` of the buffers, in the storage's order; any shape will do."""
-        size = tuple(shape)
-        data, transpose = self._wants(resolve_device(device))
-        specs: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        if data:
-            specs["_data"] = (size, torch.uint8)
-        if transpose:
-            specs["_transpose"] = (fp8.transposed_shape(size), torch.uint8)
-        specs["_scale_inv"] = ((1,), FP8_TENSOR.scale_dtype)
-        return specs
-
-    def _wants(self, device: torch.device) -> tuple[bool, bool]:
-        """Which of ``(_data, _transpose)`` a tensor on ``device`` has."""
-        every_layout = fp8_gemm_takes_every_layout(device)
-        return self.rowwise_usage or every_layout, self.columnwise_usage and not every_layout
-
-    def storage_metadata(self, fake_dtype: torch.dtype) -> dict[str, Any]:
-        """``{"cls", "nontensor_kwargs"}`` of the storage or tensor that this quantizer makes."""
-        return {
-            "cls": Float8TensorStorage if self.internal else Float8Tensor,
-            "nontensor_kwargs": {
-                "fp8_dtype": self.fp8_dtype,
-                "quantizer": self,
-                "fake_dtype": fake_dtype,
-            },
-        }
-
-    def quantize_inner(self, x: Tensor, amax_reduction_group: Any = None) -> Inner:
-        """``(_data, _transpose, _scale_inv)`` of quantized ``x``, None for an absent one."""
-        data, transpose = self._wants(x.device)
-        codes, transposed, scale_inv = fp8.quantize_current(
-            x,
-            fp8_element(self.fp8_dtype).code,
-            data,
-            transpose,
-            self.force_pow_2_scales,
-            self.amax_epsilon,
-            self._reduced_amax(x, amax_reduction_group),
-        )
-        return codes if data else None, transposed if transpose else None, scale_inv
-
-    def _reduced_amax(self, x: Tensor, group: Any) -> Tensor | None:
-        if group is None:
-            return None
-        amax = fp8.amax(x)
-        torch.distributed.all_reduce(amax, op=torch.distributed.ReduceOp.MAX, group=group)
-        return amax
-
-    def _quantize_into(
-        self, x: Tensor, dst: QuantizedTensorStorage, noop_flag: Tensor | None, amax_reduction_group: Any
-    ) -> None:
-        if not isinstance(dst, Float8TensorStorage):
-            raise TypeError(f"{type(self).__name__} cannot write into a {type(dst).__name__}")
-        if dst._fp8_dtype != self.fp8_dtype:
-            raise TypeError(
-                f"the target holds {dst._fp8_dtype} and the quantizer makes {self.fp8_dtype};"
-                " quantize into a new tensor instead"
-            )
-        if isinstance(dst, QuantizedTensor):
-            dst._require_whole("quantizing into it")
-        dst._require_data()
-        fp8.quantize_current_out(
-            x,
-            fp8_element(self.fp8_dtype).code,
-            self.force_pow_2_scales,
-            self.amax_epsilon,
-            self._reduced_amax(x, amax_reduction_group),
-            noop_flag,
-            dst._data,
-            dst._transpose,
-            dst._scale_inv,
-        )
-
-    def _allocate(self, shape: tuple[int, ...], device: torch.device, pin_memory: bool) -> Inner:
-        data, transpose = self._wants(device)
-        codes, transposed, scale_inv = fp8.make_empty(shape, data, transpose, device, pin_memory)
-        return codes if data else None, transposed if transpose else None, scale_inv
-
-    def usages_of(self, storage: Any) -> tuple[bool, bool]:
-        """``(rowwise, columnwise)``: what the buffers of a storage or tensor can serve; traceable."""
-        return _usages(storage)
-
-    def rowwise_operand(self, inner: Inner) -> Operand:
-        """The ``(M, K)`` operand."""
-        data, _, scale_inv = inner
-        return Operand(_matrix(data), scale_inv, fp8_element(self.fp8_dtype).code)
-
-    def columnwise_operand(self, inner: Inner) -> Operand:
-        """The ``(K, M)`` operand: the transposed bytes, or the bytes read transposed where the GEMM can."""
-        data, transpose, scale_inv = inner
-        if transpose is not None:
-            codes = transpose.reshape(transpose.shape[0], math.prod(transpose.shape[1:]))
-        else:
-            codes = _matrix(data).t()
-        return Operand(codes, scale_inv, fp8_element(self.fp8_dtype).code)
-
-    def columnwise_inner(self, inner: Inner) -> Inner:
-        """``inner`` less the rowwise bytes, where the transposed ones are there."""
-        data, transpose, scale_inv = inner
-        return (data if transpose is None else None), transpose, scale_inv
-
-
-def _matrix(codes: Tensor) -> Tensor:
-    return codes if codes.dim() == 2 else codes.reshape(math.prod(codes.shape[:-1]), codes.shape[-1])
-
-
-def _usages(storage: Any) -> tuple[bool, bool]:
+def usages(storage: Any) -> tuple[bool, bool]:
+    """``(rowwise, columnwise)``: what the buffers of a storage or tensor can serve; traceable."""
     rowwise = storage._data is not None
     columnwise = storage._transpose is not None or (rowwise and fp8_gemm_takes_every_layout(storage._data.device))
     return rowwise, columnwise
@@ -239,7 +91,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
 
     def get_usages(self) -> dict[str, bool]:
         """``{"rowwise": bool, "columnwise": bool}``: what the buffers can serve."""
-        rowwise, columnwise = _usages(self)
+        rowwise, columnwise = usages(self)
         return {"rowwise": rowwise, "columnwise": columnwise}
 
     def _rowwise_bytes(self) -> Tensor:
@@ -373,5 +225,4 @@ class Float8Tensor(QuantizedTensor, Float8TensorStorage):
         return True
 
 
-register_value_opaque_quantizer(Float8CurrentScalingQuantizer)
 allow(Float8Tensor, Float8TensorStorage)
