@@ -17,17 +17,6 @@ import torch
 import tejit
 
 
-# TEMP
-class _Missing:
-    def __init__(self, *a, **k):
-        raise NotImplementedError
-
-
-for _n in ("Float8Quantizer", "MXFP8Quantizer", "NVFP4Quantizer"):
-    if not hasattr(tejit, _n):
-        setattr(tejit, _n, _Missing)
-# TEMP END
-
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 USAGES = [(True, True), (True, False), (False, True)]
 
@@ -136,20 +125,6 @@ CASES = [
     Case("identity", _identity, error=0.0),
     Case("identity bf16", _plainly(tejit.IdentityQuantizer, dtype=torch.bfloat16), error=0.003),
 ]
-
-
-# TEMP
-def _there(case):
-    try:
-        case.quantizer()
-    except NotImplementedError:
-        return False
-    return True
-
-
-CASES = [case for case in CASES if _there(case)]
-# TEMP END
-BY_NAME = {case.name: case for case in CASES}
 
 
 def each_case(*, usages: bool = False, only: Callable[[Case], bool] = lambda case: True) -> Any:

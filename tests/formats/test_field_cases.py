@@ -135,7 +135,7 @@ def test_casts_saturate_everywhere_alike(fp8_dtype, device) -> None:
     x = torch.tensor([largest, 449.0, 500.0, 1e6, float("inf"), -float("inf"), -500.0, 0.5] * 4, device=device)
     want = np.clip(x.cpu().numpy(), -largest, largest).astype(numpy_dtype).view(np.uint8)
     scale, amax = torch.ones(1, device=device), torch.zeros(1, device=device)
-    q = tejit.Float8Quantizer(fp8_dtype, scale=scale, amax=amax, columnwise=False)
+    q = tejit.Float8Quantizer(fp8_dtype, scale=scale, amax=amax, columnwise=False, internal=True)
     for how in ("auto", "torch"):
         with tejit.backend(how):
             assert (q.quantize(x)._data.cpu().numpy() == want).all(), how

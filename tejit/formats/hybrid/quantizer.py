@@ -1,5 +1,9 @@
 """``HybridQuantizer``: two quantizers, one a direction."""
 
+from __future__ import annotations
+
+import copy
+import pickle
 from typing import Any
 
 import torch
@@ -12,6 +16,7 @@ from tejit.formats.hybrid.tensor import HybridQuantizedTensor, HybridQuantizedTe
 from tejit.kernels.gemm import Operand
 from tejit.tensor import QuantizedTensor, QuantizedTensorStorage, Quantizer
 from tejit.tensor.quantizer import Inner
+from tejit.tensor.serialization import allow
 
 #: Where the columnwise child takes its values from.
 SOURCES = ("original", "rowwise_dequantized")
@@ -216,7 +221,29 @@ class HybridQuantizer(Quantizer):
 
 
 class _LiveHybridQuantizer(HybridQuantizer):
-    """A hybrid with a child that has identity semantics: it has them too, and is no constant to a graph."""
+    """A hybrid with a child that has identity semantics: it has them too, and is no constant to a graph.
+
+    ``copy.deepcopy`` and pickle do with it what they do with its children.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HybridQuantizer:
+        fields = {name: copy.deepcopy(value, memo) for name, value in self._constructor_arguments().items()}
+        memo[id(self)] = twin = self._from_fields(fields)
+        return twin
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return rebuild_hybrid_quantizer, (self._constructor_arguments(),)
+
+
+def rebuild_hybrid_quantizer(fields: dict[str, Any]) -> HybridQuantizer:
+    """Inverse of pickling a hybrid whose children are no values; the constructor checks what it is given.
+
+    Raises ``pickle.UnpicklingError`` for a field that a hybrid has not.
+    """
+    unknown = [name for name in fields if name not in HybridQuantizer._fields]
+    if unknown:
+        raise pickle.UnpicklingError(f"HybridQuantizer has no field {unknown[0]!r}")
+    return HybridQuantizer._from_fields(HybridQuantizer.__new__(HybridQuantizer), fields)
 
 
 def _is_value(quantizer: Quantizer) -> bool:
@@ -234,3 +261,4 @@ def _pinned(child: Quantizer, rowwise: bool, optimize_for_gemm: bool) -> Quantiz
 
 
 register_value_opaque_quantizer(HybridQuantizer)
+allow(rebuild_hybrid_quantizer)
