@@ -133,10 +133,10 @@ TEJIT_DEVICE void copy16(void* shared, const void* p, u64 policy) {
 }
 
 TEJIT_DEVICE void copy8(void* shared, const void* p) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(
-                   static_cast<u32>(__cvta_generic_to_shared(shared))),
-               "l"(p)
-               : "memory");
+  asm volatile(
+      "cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(static_cast<u32>(__cvta_generic_to_shared(shared))),
+      "l"(p)
+      : "memory");
 }
 
 // All of this thread.

@@ -25,11 +25,13 @@ TEJIT_DEVICE bool takes_vectors(const u8* out) {
   return reinterpret_cast<u64>(out) % T::kPerVector == 0;
 }
 
-// When the loads of a block's next tile are issued: after this tile's bytes were made, into the same registers;
-// or before, into registers of their own or into shared memory, so that memory always has work to do.
+// When the loads of a block's next tile are issued: after this tile's bytes were made, into the same
+// registers; or before, into registers of their own or into shared memory, so that memory always has work to
+// do.
 enum class Ahead { kAfter, kRegisters, kShared };
 
-template <int kThreads_, int kRows_, int kLanes_, Ahead kAhead_ = Ahead::kAfter, Load kLoad_ = Load::kEvictFirst, Store kStore_ = Store::kStream>
+template <int kThreads_, int kRows_, int kLanes_, Ahead kAhead_ = Ahead::kAfter,
+          Load kLoad_ = Load::kEvictFirst, Store kStore_ = Store::kStream>
 struct TilePlan {
   static constexpr int kThreads = kThreads_;
   static constexpr int kRows = kRows_;
@@ -184,8 +186,8 @@ struct Tile {
     each_vector([&](int s, int r, int) { v[s][r] = from[(s * 4 + r) * Plan::kThreads]; });
   }
 
-  // Before a tile's bytes are made; a barrier lies between the last use of the memory that is fetched into and
-  // this.
+  // Before a tile's bytes are made; a barrier lies between the last use of the memory that is fetched into
+  // and this.
   TEJIT_DEVICE void load_ahead(Place next) {
     if constexpr (Plan::kAhead == Ahead::kRegisters) load(next, soon);
     if constexpr (Plan::kAhead == Ahead::kShared) fetch(next);
@@ -222,15 +224,16 @@ struct Tile {
   // quads of kLanes vectors) nor those that read (16 bytes each, along a column) meet in a bank.
   TEJIT_DEVICE static int twist(int column) { return (column / kPer) * kTwist; }
 
-  // The bytes of a thread's row r of step s, to x's own order. `rows`, counted from the thread's first, are to be
-  // written.
+  // The bytes of a thread's row r of step s, to x's own order. `rows`, counted from the thread's first, are
+  // to be written.
   TEJIT_DEVICE void store_row(u8* to, int s, int r, const u32 (&word)[kPer / 4], int rows, int cols) const {
     const int row = s * kQuadStep * 4 + r;
     if (row >= rows) return;
     u8* at = to + row * args.cols;
     if (wide_row) return store_vector<T, Plan::kStore>(at, word);
 #pragma unroll 1
-    for (int i = 0; i < kPer && i < cols; ++i) at[i] = static_cast<u8>(permute(word[0], word[kPer / 4 - 1], i));
+    for (int i = 0; i < kPer && i < cols; ++i)
+      at[i] = static_cast<u8>(permute(word[0], word[kPer / 4 - 1], i));
   }
 
   // Four rows' bytes of step s to the columns of the buffer.

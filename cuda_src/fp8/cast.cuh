@@ -53,8 +53,7 @@ TEJIT_DEVICE void cast_rowwise(const CastArgs& args) {
     } else {
 #pragma unroll
       for (int i = 0; i < Plan::kVectors; ++i) {
-        if (i * Plan::kThreads < rest)
-          v[i] = type.template load_vector<Plan::kLoad>(from + i * step, policy);
+        if (i * Plan::kThreads < rest) v[i] = type.template load_vector<Plan::kLoad>(from + i * step, policy);
       }
     }
   };

@@ -1,8 +1,8 @@
 // float32 to FP8 bytes: nearest even, saturating, a NaN is 0x7F whatever its sign, a negative zero stays
 // 0x80.
 //
-// Which of the two element types is meant is known when a kernel starts. The instruction of the other is skipped,
-// which costs kernels that wait for memory nothing, and spares the compiler half of them.
+// Which of the two element types is meant is known when a kernel starts. The instruction of the other is
+// skipped, which costs kernels that wait for memory nothing, and spares the compiler half of them.
 #pragma once
 
 #include "common/ptx.cuh"

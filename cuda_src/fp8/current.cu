@@ -28,10 +28,10 @@ using TileFill = TilePlan<TileShape::kThreads, TileShape::kRows, TileShape::kLan
     tejit::fp8::cast_rowwise<tejit::T, tejit::fp8::CastFill>(args);                 \
   }
 
-#define TEJIT_FP8_TILE(NAME, T, AHEAD)                                                \
-  extern "C" __global__ void __launch_bounds__(tejit::fp8::TileShape::kThreads,     \
-                                               tejit::fp8::TileShape::kBlocksPerSM) \
-      NAME(const __grid_constant__ tejit::fp8::CastArgs args) {                     \
+#define TEJIT_FP8_TILE(NAME, T, AHEAD)                                                     \
+  extern "C" __global__ void __launch_bounds__(tejit::fp8::TileShape::kThreads,            \
+                                               tejit::fp8::TileShape::kBlocksPerSM)        \
+      NAME(const __grid_constant__ tejit::fp8::CastArgs args) {                            \
     tejit::fp8::cast_transpose<tejit::T, tejit::fp8::TileFill<tejit::Ahead::AHEAD>>(args); \
   }
 

@@ -37,7 +37,8 @@ inline void launch_cast(const Launcher& launch, const CastArgs& args, int dtype,
     launch(kCastTransposeKernel[is_bf16(dtype)], launch.blocks(tiles, TileShape::kBlocksPerSM),
            TileShape::kThreads, args, follows);
   } else {
-    const std::int64_t vectors = args.row || args.col || args.new_amax ? vectors_of(args.rows * args.cols, dtype) : 1;
+    const std::int64_t vectors =
+        args.row || args.col || args.new_amax ? vectors_of(args.rows * args.cols, dtype) : 1;
     launch(
         kCastKernel[is_bf16(dtype)],
         launch.blocks(pieces_of(vectors, CastShape::kThreads * CastShape::kVectors), CastShape::kBlocksPerSM),

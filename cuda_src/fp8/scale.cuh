@@ -55,14 +55,15 @@ TEJIT_DEVICE float scale_of_block(const CastArgs& args) {
   return scale;
 }
 
-// The kernel's last act, from all threads: `amax` is what each has seen. Floats that are not negative order as
-// integers do, and a maximum does not depend on the order in which blocks arrive.
+// The kernel's last act, from all threads: `amax` is what each has seen. Floats that are not negative order
+// as integers do, and a maximum does not depend on the order in which blocks arrive.
 template <int kThreads>
 TEJIT_DEVICE void collect_amax(const CastArgs& args, float amax) {
   __shared__ u32 scratch[32];
   if (args.new_amax == nullptr) return;
   amax = block_max<kThreads>(amax, scratch);
-  if (threadIdx.x == 0) atomicMax(reinterpret_cast<int*>(args.new_amax), static_cast<int>(__float_as_uint(amax)));
+  if (threadIdx.x == 0)
+    atomicMax(reinterpret_cast<int*>(args.new_amax), static_cast<int>(__float_as_uint(amax)));
 }
 
 }  // namespace fp8

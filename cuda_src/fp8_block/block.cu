@@ -1,8 +1,8 @@
 // The kernels of FP8 in blocks of 128, by the plain names that the host asks for.
 #include "fp8_block/quantize.cuh"
 
-// A 128x128 block's scale needs all of the tile: only tiles that are loaded ahead keep memory busy meanwhile. Of
-// float32 a tile is too large for that.
+// A 128x128 block's scale needs all of the tile: only tiles that are loaded ahead keep memory busy meanwhile.
+// Of float32 a tile is too large for that.
 #define TEJIT_FP8_BLOCK(NAME, T, BYTES, DIM, SHAPE, TRANSPOSE, AHEAD)                            \
   extern "C" __global__ void __launch_bounds__(tejit::fp8_block::SHAPE<BYTES>::kThreads,         \
                                                tejit::fp8_block::SHAPE<BYTES>::kBlocksPerSM)     \
@@ -12,14 +12,14 @@
     tejit::fp8_block::quantize_blocks<tejit::T, Plan, DIM, TRANSPOSE>(args);                     \
   }
 
-#define TEJIT_FP8_BLOCK_EVERY(X)                                                                 \
-  X(tejit_fp8_block_1d_row_any, Any, 4, 1, RowShape, false, kAfter)                              \
-  X(tejit_fp8_block_1d_transpose_any, Any, 4, 1, TransposeShape, true, kAfter)                   \
-  X(tejit_fp8_block_2d_row_any, Any, 4, 2, RowShape, false, kAfter)                              \
-  X(tejit_fp8_block_2d_transpose_any, Any, 4, 2, TransposeShape, true, kAfter)                   \
-  X(tejit_fp8_block_1d_row_bf16, BF16, 2, 1, RowShape, false, kAfter)                            \
-  X(tejit_fp8_block_1d_transpose_bf16, BF16, 2, 1, TransposeShape, true, kAfter)                 \
-  X(tejit_fp8_block_2d_row_bf16, BF16, 2, 2, RowShape, false, kShared)                           \
+#define TEJIT_FP8_BLOCK_EVERY(X)                                                 \
+  X(tejit_fp8_block_1d_row_any, Any, 4, 1, RowShape, false, kAfter)              \
+  X(tejit_fp8_block_1d_transpose_any, Any, 4, 1, TransposeShape, true, kAfter)   \
+  X(tejit_fp8_block_2d_row_any, Any, 4, 2, RowShape, false, kAfter)              \
+  X(tejit_fp8_block_2d_transpose_any, Any, 4, 2, TransposeShape, true, kAfter)   \
+  X(tejit_fp8_block_1d_row_bf16, BF16, 2, 1, RowShape, false, kAfter)            \
+  X(tejit_fp8_block_1d_transpose_bf16, BF16, 2, 1, TransposeShape, true, kAfter) \
+  X(tejit_fp8_block_2d_row_bf16, BF16, 2, 2, RowShape, false, kShared)           \
   X(tejit_fp8_block_2d_transpose_bf16, BF16, 2, 2, TransposeShape, true, kRegisters)
 
 TEJIT_FP8_BLOCK_EVERY(TEJIT_FP8_BLOCK)

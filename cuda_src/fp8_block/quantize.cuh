@@ -269,7 +269,8 @@ struct Shared<T, kThreads, 2, true> {
 // kDim: 1 for 1x128 and 128x1, 2 for 128x128.
 template <typename T, typename Plan, int kDim, bool kTranspose>
 TEJIT_DEVICE void quantize_blocks(const BlockArgs& args) {
-  static_assert(kDim == 2 || Plan::kAhead == Ahead::kAfter, "vectors() loads after it has made a tile's bytes");
+  static_assert(kDim == 2 || Plan::kAhead == Ahead::kAfter,
+                "vectors() loads after it has made a tile's bytes");
   __shared__ Shared<T, Plan::kThreads, kDim, kTranspose> memory;
   if (fp8::is_noop(args.noop)) return;
   BlockCast<T, Plan, kTranspose> cast(args);

@@ -20,6 +20,10 @@ def arguments(device: str) -> list[tuple[str, tuple]]:
         ("fp8_quantize_current", (x[:0], 1, False, True, False, 0.0, None)),
         ("fp8_quantize_current_out", (x, 0, False, 0.0, None, None, *out, one.clone())),
         ("fp8_quantize_current_out", (x, 1, True, 0.0, one, one * 0, None, out[1], one.clone())),
+        ("fp8_quantize_delayed", (x, 0, True, True, one, one * 0)),
+        ("fp8_quantize_delayed", (x[:0], 1, True, False, one, one * 0)),
+        ("fp8_quantize_delayed_out", (x, 1, one, one * 0, None, None, out[1], one.clone())),
+        ("fp8_quantize_delayed_out", (x, 0, one, one * 0, one * 0, *out, one.clone())),
         ("fp8_make_empty", ([6, 10], True, True, torch.device(device), False)),
         ("fp8_make_empty", ([], True, False, torch.device(device), False)),
         ("fp8_block_quantize", (x, 0, 1, True, True, False, 0.0)),
@@ -33,7 +37,7 @@ def arguments(device: str) -> list[tuple[str, tuple]]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("index", range(16))
+@pytest.mark.parametrize("index", range(len(arguments("cpu"))))
 def test_opcheck(index, device, need_kernels) -> None:
     need_kernels(device)
     name, values = arguments(device)[index]
