@@ -10,6 +10,7 @@
 #include "fp8/ops.h"
 #include "fp8_block/ops.h"
 #include "mxfp8/ops.h"
+#include "nvfp4/ops.h"
 
 STABLE_TORCH_LIBRARY_IMPL(tejit, CPU, library) {
   using namespace tejit::fp8;
@@ -23,6 +24,9 @@ STABLE_TORCH_LIBRARY_IMPL(tejit, CPU, library) {
   library.impl("fp8_block_quantize_out", TORCH_BOX(&tejit::fp8_block::quantize_out_cpu));
   library.impl("mxfp8_quantize", TORCH_BOX(&tejit::mxfp8::quantize_cpu));
   library.impl("mxfp8_quantize_out", TORCH_BOX(&tejit::mxfp8::quantize_out_cpu));
+  library.impl("nvfp4_quantize", TORCH_BOX(&tejit::nvfp4::quantize<false>));
+  library.impl("nvfp4_quantize_out", TORCH_BOX(&tejit::nvfp4::quantize_out<false>));
+  library.impl("nvfp4_amax", TORCH_BOX(&tejit::nvfp4::amax<false>));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(tejit, CUDA, library) {
@@ -40,6 +44,10 @@ STABLE_TORCH_LIBRARY_IMPL(tejit, CUDA, library) {
   namespace mx = tejit::mxfp8;
   library.impl("mxfp8_quantize", on_cuda<&mx::quantize_cuda, mx::kQuantizeOp>);
   library.impl("mxfp8_quantize_out", on_cuda<&mx::quantize_out_cuda, mx::kQuantizeOutOp>);
+  namespace nvfp4 = tejit::nvfp4;
+  library.impl("nvfp4_quantize", on_cuda<&nvfp4::quantize<true>, nvfp4::kQuantizeOp>);
+  library.impl("nvfp4_quantize_out", on_cuda<&nvfp4::quantize_out<true>, nvfp4::kQuantizeOutOp>);
+  library.impl("nvfp4_amax", on_cuda<&nvfp4::amax<true>, nvfp4::kAmaxOp>);
 }
 
 // No tensor among its arguments, so no device either that the dispatcher could see.
@@ -47,6 +55,7 @@ STABLE_TORCH_LIBRARY_IMPL(tejit, BackendSelect, library) {
   library.impl("fp8_make_empty", TORCH_BOX(&tejit::fp8::make_empty));
   library.impl("fp8_block_make_empty", TORCH_BOX(&tejit::fp8_block::make_empty));
   library.impl("mxfp8_make_empty", TORCH_BOX(&tejit::mxfp8::make_empty));
+  library.impl("nvfp4_make_empty", TORCH_BOX(&tejit::nvfp4::make_empty));
 }
 
 #define TEJIT_EXPORT extern "C" __attribute__((visibility("default")))

@@ -226,7 +226,7 @@ class _LiveHybridQuantizer(HybridQuantizer):
     ``copy.deepcopy`` and pickle do with it what they do with its children.
     """
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> HybridQuantizer:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         fields = {name: copy.deepcopy(value, memo) for name, value in self._constructor_arguments().items()}
         memo[id(self)] = twin = self._from_fields(fields)
         return twin
