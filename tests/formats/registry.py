@@ -16,7 +16,6 @@ import torch
 
 import tejit
 
-
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 USAGES = [(True, True), (True, False), (False, True)]
 
