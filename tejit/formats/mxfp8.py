@@ -151,6 +151,10 @@ class MXFP8Quantizer(Quantizer):
         four = mxfp8.make_empty(shape, self.rowwise_usage, self.columnwise_usage, device, pin_memory)
         return self._present(four)
 
+    def alignment(self) -> int:
+        """The multiple of which M and K must be, as far as they are scaled along."""
+        return MXFP8.alignment
+
     def usages_of(self, storage: Any) -> tuple[bool, bool]:
         """``(rowwise, columnwise)``: what the buffers of a storage or tensor can serve; traceable."""
         return storage._rowwise_data is not None, storage._columnwise_data is not None

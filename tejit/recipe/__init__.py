@@ -9,13 +9,22 @@ from tejit.recipe.context import (
     is_mxfp8_available,
     is_nvfp4_available,
 )
-from tejit.recipe.recipes import Float8BlockScaling, Float8CurrentScaling, Format, LinearQuantizers, Recipe, Variants
+from tejit.recipe.recipes import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    LinearQuantizers,
+    MXFP8BlockScaling,
+    Recipe,
+    Variants,
+)
 
 __all__ = [
     "Float8BlockScaling",
     "Float8CurrentScaling",
     "Format",
     "LinearQuantizers",
+    "MXFP8BlockScaling",
     "Recipe",
     "Variants",
     "autocast",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import enum
+import warnings
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
 from tejit.format_info import E4M3, E5M2
-from tejit.formats import Float8BlockQuantizer, Float8CurrentScalingQuantizer
+from tejit.formats import Float8BlockQuantizer, Float8CurrentScalingQuantizer, MXFP8Quantizer
 from tejit.tensor import Quantizer
 
 
@@ -192,6 +193,51 @@ class Float8BlockScaling(Recipe):
             weight=quantizer(self.fp8_format.forward_dtype, self.w_block_scaling_dim),
             grad_output=quantizer(self.fp8_format.backward_dtype, self.grad_block_scaling_dim),
             # With scales of blocks the tensor cores always accumulate in float32.
+            fast_accum_fprop=False,
+            fast_accum_dgrad=False,
+            fast_accum_wgrad=False,
+        )
+        object.__setattr__(self, "_linear", quantizers)
+
+    @property
+    def linear(self) -> LinearQuantizers:
+        """The quantizers of a linear layer under this recipe."""
+        return self._linear
+
+
+@dataclass(frozen=True)
+class MXFP8BlockScaling(Recipe):
+    """MXFP8: a power of two for each 32 elements along the contracted dimension.
+
+    Attributes:
+        fp8_format: element types, forward and backward. ``HYBRID`` warns: gradients in E5M2 lose a bit that blocks
+            of 32 do not need for range, and training with them was reported to diverge.
+        enable_2d_quantization: quantize the weight in tiles of 32x32, so that forward and backward see the same one.
+
+    Any size of a layer works: operands are padded with zeros to multiples of 32.
+
+    Raises ``TypeError`` for a ``fp8_format`` that is no :class:`Format` or a switch that is no bool, and
+    ``ValueError`` for pure E5M2 (two E5M2 operands have no GEMM).
+    """
+
+    fp8_format: Format = Format.E4M3
+    enable_2d_quantization: bool = False
+    _linear: LinearQuantizers = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        _checked(self.fp8_format)
+        _check_switches(self, "enable_2d_quantization")
+        if self.fp8_format is Format.HYBRID:
+            warnings.warn(
+                "MXFP8BlockScaling(fp8_format=Format.HYBRID): gradients in E5M2 are known to make training with MXFP8"
+                " diverge; Format.E4M3, the default, has enough range in blocks of 32",
+                stacklevel=3,
+            )
+        forward, backward = self.fp8_format.forward_dtype, self.fp8_format.backward_dtype
+        quantizers = LinearQuantizers(
+            input=variants(MXFP8Quantizer(forward)),
+            weight=variants(MXFP8Quantizer(forward, with_2d_quantization=self.enable_2d_quantization)),
+            grad_output=variants(MXFP8Quantizer(backward)),
             fast_accum_fprop=False,
             fast_accum_dgrad=False,
             fast_accum_wgrad=False,

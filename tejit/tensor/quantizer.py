@@ -193,6 +193,10 @@ class Quantizer(metaclass=compat.ValueMeta):
         """``inner``, made by :meth:`quantize_inner` from ``x``, as buffers that share no memory with ``x``."""
         return inner
 
+    def alignment(self) -> int:
+        """The multiple of which every dimension must be that is scaled along: K rowwise, M columnwise. Traceable."""
+        return 1
+
     def is_quantizable(self, x: Tensor) -> bool:
         """Whether ``x`` can be quantized as it is: dtype and, where the format has one, alignment."""
         return x.dtype in HIGH_PRECISION_DTYPES

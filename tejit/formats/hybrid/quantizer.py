@@ -200,6 +200,10 @@ class HybridQuantizer(Quantizer):
         row, column = self._split(tuple([getattr(storage, name) for name in self.buffer_keywords()]))
         return present(row), present(column)
 
+    def alignment(self) -> int:
+        """The larger one of the children's: each divides the other."""
+        return max(self.rowwise_quantizer.alignment(), self.columnwise_quantizer.alignment())
+
     def is_quantizable(self, x: Tensor) -> bool:
         """Whether both children can quantize ``x``, as far as their directions are made."""
         return (not self.rowwise_usage or self.rowwise_quantizer.is_quantizable(x)) and (

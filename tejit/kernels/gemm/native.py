@@ -12,7 +12,8 @@ from tejit import device as hardware
 from tejit.format_info import E2M1, E4M3, E5M2, FP8_BLOCK, FP8_ELEMENTS, FP8_GEMM_ALIGNMENT
 from tejit.kernels import fp8_block
 from tejit.kernels.gemm.emulated import rounded
-from tejit.kernels.gemm.operand import FP8, MXFP8, NVFP4, Operand, known_zero, padded, scaled
+from tejit.kernels.gemm.operand import FP8, MXFP8, NVFP4, Operand, scaled
+from tejit.kernels.padding import known_zero, padded
 from tejit.kernels.swizzle import swizzle
 
 #: ``torch.nn.functional.ScalingType`` (whose Python function does not trace on torch 2.11) by ``block_dim``.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tejit.kernels import fp8_block, mxfp8, nvfp4
@@ -89,24 +88,3 @@ def scaled(product: Tensor, a: Operand, b: Operand) -> Tensor:
     # The smaller factor first: neither the product of two factors nor a partial result then leaves
     # float32's range unless the result itself does.
     return product * torch.minimum(first, second) * torch.maximum(first, second)
-
-
-def padded(matrix: Tensor, rows: int, columns: int) -> Tensor:
-    """``matrix`` with zeros below and on the right, up to the given multiples.
-
-    Inside a graph the padding is unconditional arithmetic, so that one graph serves every size; it is
-    left out only where it is known to be nothing.
-    """
-    below, right = -matrix.shape[0] % rows, -matrix.shape[1] % columns
-    if known_zero(below) and known_zero(right):
-        return matrix
-    return F.pad(matrix, (0, right, 0, below))
-
-
-def known_zero(amount: int) -> bool:
-    """Whether an amount, possibly symbolic, is 0 for sure."""
-    if torch.compiler.is_compiling():
-        from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-        return statically_known_true(amount == 0)
-    return amount == 0
