@@ -372,9 +372,7 @@ class MXFP8Tensor(QuantizedTensor, MXFP8TensorStorage):
                 return NotImplemented
             first = part.storage_offset() // columns
             last = first + part.numel() // columns
-            pieces = first % MXFP8.scale_row_alignment == 0 and (
-                last == rows or last % MXFP8.scale_row_alignment == 0
-            )
+            pieces = first % MXFP8.scale_row_alignment == 0 and (last == rows or last % MXFP8.scale_row_alignment == 0)
             # In the GEMM's order columnwise scales run along M innermost: those of a part do not lie together.
             scattered = self._with_gemm_swizzled_scales and self._columnwise_data is not None
             if part.storage_offset() % columns or not pieces or (scattered and last - first < rows):
