@@ -39,6 +39,12 @@ struct TilePlan {
   static constexpr Ahead kAhead = kAhead_;
   static constexpr Load kLoad = kLoad_;
   static constexpr Store kStore = kStore_;
+
+  // The vectors of a tile that is loaded ahead into shared memory.
+  TEJIT_DEVICE static uint4* slots() {
+    __shared__ uint4 memory[kRows * kLanes];
+    return memory;
+  }
 };
 
 // Four words of four bytes, each a row of a square, into the square's columns.
@@ -73,7 +79,6 @@ struct Tile {
 
   const Args& args;
   const T type;
-  const u32 tile_cols, tile_rows;
   const u64 policy;
   const int lane, quad;
   const bool wide_x, wide_row;  // rows of x, and of the bytes in its order, are whole vectors
@@ -83,25 +88,26 @@ struct Tile {
   TEJIT_DEVICE explicit Tile(const Args& a)
       : args(a),
         type(a.half),
-        tile_cols(static_cast<u32>((a.cols + kCols - 1) / kCols)),
-        tile_rows(static_cast<u32>((a.rows + Plan::kRows - 1) / Plan::kRows)),
         policy(Plan::kLoad == Load::kEvictFirst ? evict_first_policy() : 0),
         lane(threadIdx.x % Plan::kLanes),
         quad(threadIdx.x / Plan::kLanes),
         wide_x(a.cols % kPer == 0 && reinterpret_cast<u64>(a.x) % (kPer * type.bytes()) == 0),
         wide_row(a.cols % kPer == 0 && takes_vectors<T>(a.row)) {}
 
+  TEJIT_DEVICE u32 tile_cols() const { return static_cast<u32>((args.cols + kCols - 1) / kCols); }
+  TEJIT_DEVICE u32 tile_rows() const { return static_cast<u32>((args.rows + Plan::kRows - 1) / Plan::kRows); }
+
   TEJIT_DEVICE Place place(u32 t) const {
-    const u32 row = t / tile_cols;
-    return {row, t - row * tile_cols};
+    const u32 row = t / tile_cols();
+    return {row, t - row * tile_cols()};
   }
 
   // The tile that lies `step` tiles further on, row by row. Past the last one loads and stores do nothing.
   TEJIT_DEVICE Place after(Place p, Place step) const {
     p.row += step.row;
     p.col += step.col;
-    if (p.col >= tile_cols) {
-      p.col -= tile_cols;
+    if (p.col >= tile_cols()) {
+      p.col -= tile_cols();
       ++p.row;
     }
     return p;
@@ -162,15 +168,18 @@ struct Tile {
     }
   }
 
-  // Into the thread's own part of shared memory, which no other thread touches.
+  // Vectors kFrom to kTo of a thread into its own slots of shared memory, which hold a vector each and lie
+  // kThreads apart. No other thread touches them.
+  template <int kFrom, int kTo>
   TEJIT_DEVICE void fetch(Place p) const {
     if (!wide_x) return;
     const int rows = rows_left_here(p);
     const char* from = first_address(p);
     const i64 pitch = args.cols * type.bytes();
-    uint4* to = Plan::stage() + threadIdx.x;
     each_vector([&](int s, int r, int row) {
-      uint4* slot = to + (s * 4 + r) * Plan::kThreads;
+      const int i = s * 4 + r;
+      if (i < kFrom || i >= kTo) return;
+      uint4* slot = Plan::slots() + i * Plan::kThreads + threadIdx.x;
       if (row < rows) {
         type.copy_vector(slot, from + row * pitch, policy);
       } else {
@@ -182,21 +191,29 @@ struct Tile {
   TEJIT_DEVICE void take(Place p) {
     if (!wide_x) return load(p, v);
     wait_for_copies();
-    const uint4* from = Plan::stage() + threadIdx.x;
+    const uint4* from = Plan::slots() + threadIdx.x;
     each_vector([&](int s, int r, int) { v[s][r] = from[(s * 4 + r) * Plan::kThreads]; });
   }
 
-  // Before a tile's bytes are made; a barrier lies between the last use of the memory that is fetched into
-  // and this.
+  // Before a tile's bytes are made, which no longer needs the slots. Those of each thread's last vector serve
+  // the kernel until load_last, if it says so.
+  template <bool kKeepLast = false>
   TEJIT_DEVICE void load_ahead(Place next) {
     if constexpr (Plan::kAhead == Ahead::kRegisters) load(next, soon);
-    if constexpr (Plan::kAhead == Ahead::kShared) fetch(next);
+    if constexpr (Plan::kAhead == Ahead::kShared) fetch<0, kSteps * 4 - kKeepLast>(next);
   }
 
   // After they were made.
   TEJIT_DEVICE void load_after(Place next) {
     if constexpr (Plan::kAhead == Ahead::kAfter) load(next, v);
   }
+
+  // The slots of the threads' last vectors.
+  TEJIT_DEVICE static u32* last_slots() {
+    return reinterpret_cast<u32*>(Plan::slots() + (kSteps * 4 - 1) * Plan::kThreads);
+  }
+
+  TEJIT_DEVICE void load_last(Place next) const { fetch<kSteps * 4 - 1, kSteps * 4>(next); }
 
   // The next tile becomes this one.
   TEJIT_DEVICE void advance(Place next) {
@@ -289,7 +306,8 @@ struct Tile {
   }
 
   // As wide as addresses and sizes allow.
-  TEJIT_DEVICE void store_transpose(Place p, const u32* buffer, u64 col_bits) const {
+  TEJIT_DEVICE void store_transpose(Place p, const u32* buffer) const {
+    const u32 col_bits = static_cast<u32>(reinterpret_cast<u64>(args.col)) | static_cast<u32>(args.rows);
     if (col_bits % 16 == 0) {
       store_columns<16>(p, buffer);
     } else if (col_bits % 4 == 0) {
@@ -297,10 +315,6 @@ struct Tile {
     } else {
       store_columns<1>(p, buffer);
     }
-  }
-
-  TEJIT_DEVICE u64 col_alignment() const {
-    return reinterpret_cast<u64>(args.col) | static_cast<u64>(args.rows);
   }
 };
 

@@ -68,12 +68,14 @@ struct CastShape {
   static constexpr int kBlocksPerSM = 3;
 };
 
-// A tile is kRows rows by kLanes 16-byte vectors.
+// A tile is kRows rows by kLanes 16-byte vectors. By the size of x's elements in registers: of float32 a
+// thread holds as many registers, and a tile half the elements.
+template <int kBytes>
 struct TileShape {
   static constexpr int kThreads = 512;
   static constexpr int kRows = 128;
   static constexpr int kLanes = 16;
-  static constexpr int kBlocksPerSM = 2;
+  static constexpr int kBlocksPerSM = kBytes == 4 ? 2 : 3;
 };
 
 }  // namespace fp8

@@ -24,6 +24,7 @@ struct CastPlan {
 template <typename T, typename Plan>
 TEJIT_DEVICE void cast_rowwise(const CastArgs& args) {
   constexpr int kChunk = Plan::kThreads * Plan::kVectors;
+  __shared__ u32 scratch[2][32];  // of the scale, and of the amax
   if (is_noop(args.noop)) return;
   const i64 n = args.rows * args.cols;
   const T type(args.half);
@@ -59,7 +60,7 @@ TEJIT_DEVICE void cast_rowwise(const CastArgs& args) {
   };
 
   load(blockIdx.x);
-  const float scale = scale_of_block<Plan::kThreads>(args);
+  const float scale = scale_of_block<Plan::kThreads>(args, scratch[0]);
   u32 m = 0;
   for (i64 c = blockIdx.x; c < chunks; c += gridDim.x) {
     const i64 chunk = chunk_of(c);
@@ -90,7 +91,7 @@ TEJIT_DEVICE void cast_rowwise(const CastArgs& args) {
     if (args.row) args.row[i] = byte;
     if (args.col) args.col[i] = byte;
   }
-  collect_amax<Plan::kThreads>(args, amax);
+  collect_amax<Plan::kThreads>(args, amax, scratch[1]);
 }
 
 }  // namespace fp8

@@ -8,8 +8,9 @@ namespace fp8 {
 
 using AmaxFill = AmaxPlan<AmaxShape::kThreads, AmaxShape::kVectors, true>;
 using CastFill = CastPlan<CastShape::kThreads, CastShape::kVectors, false>;
-template <Ahead kAhead>
-using TileFill = TilePlan<TileShape::kThreads, TileShape::kRows, TileShape::kLanes, kAhead>;
+template <int kBytes, Ahead kAhead>
+using TileFill =
+    TilePlan<TileShape<kBytes>::kThreads, TileShape<kBytes>::kRows, TileShape<kBytes>::kLanes, kAhead>;
 
 }  // namespace fp8
 }  // namespace tejit
@@ -28,19 +29,19 @@ using TileFill = TilePlan<TileShape::kThreads, TileShape::kRows, TileShape::kLan
     tejit::fp8::cast_rowwise<tejit::T, tejit::fp8::CastFill>(args);                 \
   }
 
-#define TEJIT_FP8_TILE(NAME, T, AHEAD)                                                     \
-  extern "C" __global__ void __launch_bounds__(tejit::fp8::TileShape::kThreads,            \
-                                               tejit::fp8::TileShape::kBlocksPerSM)        \
-      NAME(const __grid_constant__ tejit::fp8::CastArgs args) {                            \
-    tejit::fp8::cast_transpose<tejit::T, tejit::fp8::TileFill<tejit::Ahead::AHEAD>>(args); \
+#define TEJIT_FP8_TILE(NAME, T, BYTES, AHEAD)                                                     \
+  extern "C" __global__ void __launch_bounds__(tejit::fp8::TileShape<BYTES>::kThreads,            \
+                                               tejit::fp8::TileShape<BYTES>::kBlocksPerSM)        \
+      NAME(const __grid_constant__ tejit::fp8::CastArgs args) {                                   \
+    tejit::fp8::cast_transpose<tejit::T, tejit::fp8::TileFill<BYTES, tejit::Ahead::AHEAD>>(args); \
   }
 
 TEJIT_FP8_AMAX(tejit_fp8_amax_any, Any)
 TEJIT_FP8_AMAX(tejit_fp8_amax_bf16, BF16)
 TEJIT_FP8_CAST(tejit_fp8_cast_any, Any)
 TEJIT_FP8_CAST(tejit_fp8_cast_bf16, BF16)
-TEJIT_FP8_TILE(tejit_fp8_cast_transpose_any, Any, kAfter)
-TEJIT_FP8_TILE(tejit_fp8_cast_transpose_bf16, BF16, kRegisters)
+TEJIT_FP8_TILE(tejit_fp8_cast_transpose_any, Any, 4, kAfter)
+TEJIT_FP8_TILE(tejit_fp8_cast_transpose_bf16, BF16, 2, kShared)
 
 extern "C" __global__ void __launch_bounds__(1024)
     tejit_fp8_amax_finish(const __grid_constant__ tejit::fp8::AmaxFinishArgs args) {

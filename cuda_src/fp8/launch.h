@@ -32,10 +32,13 @@ inline Tensor launch_amax(const Launcher& launch, const Tensor& x, int dtype, co
 inline void launch_cast(const Launcher& launch, const CastArgs& args, int dtype, bool follows) {
   // One row or one column: its transpose is the same bytes in the same order.
   if (args.col != nullptr && args.rows > 1 && args.cols > 1) {
-    const std::int64_t tile_cols = TileShape::kLanes * vector_elements(dtype);
-    const std::int64_t tiles = pieces_of(args.rows, TileShape::kRows) * pieces_of(args.cols, tile_cols);
-    launch(kCastTransposeKernel[is_bf16(dtype)], launch.blocks(tiles, TileShape::kBlocksPerSM),
-           TileShape::kThreads, args, follows);
+    const auto with = [&](auto shape) {
+      const std::int64_t tile_cols = shape.kLanes * vector_elements(dtype);
+      const std::int64_t tiles = pieces_of(args.rows, shape.kRows) * pieces_of(args.cols, tile_cols);
+      launch(kCastTransposeKernel[is_bf16(dtype)], launch.blocks(tiles, shape.kBlocksPerSM), shape.kThreads,
+             args, follows);
+    };
+    is_bf16(dtype) ? with(TileShape<2>()) : with(TileShape<4>());
   } else {
     const std::int64_t vectors =
         args.row || args.col || args.new_amax ? vectors_of(args.rows * args.cols, dtype) : 1;

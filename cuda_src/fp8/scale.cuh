@@ -30,10 +30,10 @@ TEJIT_DEVICE float reciprocal(float scale) {
 }
 
 // The scale that is given; or every block finds it for itself: a few kilobytes from L2, instead of one more
-// launch. Call it once a kernel, from all threads, after the first loads of x were issued.
+// launch. Call it once a kernel, from all threads, after the first loads of x were issued. `scratch`: a word
+// a warp.
 template <int kThreads>
-TEJIT_DEVICE float scale_of_block(const CastArgs& args) {
-  __shared__ u32 scratch[32];
+TEJIT_DEVICE float scale_of_block(const CastArgs& args, u32* scratch) {
   wait_for_previous_kernel();
   float scale;
   if (args.scale != nullptr) {
@@ -58,8 +58,7 @@ TEJIT_DEVICE float scale_of_block(const CastArgs& args) {
 // The kernel's last act, from all threads: `amax` is what each has seen. Floats that are not negative order
 // as integers do, and a maximum does not depend on the order in which blocks arrive.
 template <int kThreads>
-TEJIT_DEVICE void collect_amax(const CastArgs& args, float amax) {
-  __shared__ u32 scratch[32];
+TEJIT_DEVICE void collect_amax(const CastArgs& args, float amax, u32* scratch) {
   if (args.new_amax == nullptr) return;
   amax = block_max<kThreads>(amax, scratch);
   if (threadIdx.x == 0)

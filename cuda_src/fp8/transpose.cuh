@@ -1,7 +1,4 @@
 // x * scale as FP8, transposed, and in x's own order as well where that is asked for.
-//
-// The loads of the next tile are issued before a tile is written, and two buffers make one barrier a tile
-// enough.
 #pragma once
 
 #include "common/tile.cuh"
@@ -37,36 +34,37 @@ struct TileCast : Tile<T, Plan, CastArgs> {
     }
   }
 
-  TEJIT_DEVICE void run(u32 (*buffers)[Base::kCols * Base::kQuads]) {
-    const u64 col_bits = this->col_alignment();
+  // `buffer` holds a tile's codes, and words for maxima before the first and after the last.
+  TEJIT_DEVICE void run(u32* buffer) {
     const Place step = this->place(gridDim.x);
     Place here = this->place(blockIdx.x);
     u32 m = 0;
     this->load(here, v);
-    const float scale = scale_of_block<Plan::kThreads>(args);
-    for (int turn = 0; here.row < this->tile_rows; turn ^= 1) {
-      u32* buffer = buffers[turn];
+    const float scale = scale_of_block<Plan::kThreads>(args, buffer);
+    while (here.row < this->tile_rows()) {
       this->settle();
       this->each_vector([&](int s, int r, int) { m = T::amax_step(m, v[s][r]); });
       const Place next = this->after(here, step);
+      __syncthreads();
       this->load_ahead(next);
       convert(here, scale, buffer);
       this->load_after(next);
       __syncthreads();
-      this->store_transpose(here, buffer, col_bits);
+      this->store_transpose(here, buffer);
       this->advance(next);
       here = next;
     }
-    collect_amax<Plan::kThreads>(args, T::amax_result(m));
+    __syncthreads();
+    collect_amax<Plan::kThreads>(args, T::amax_result(m), buffer);
   }
 };
 
 template <typename T, typename Plan>
 TEJIT_DEVICE void cast_transpose(const CastArgs& args) {
   using Cast = TileCast<T, Plan>;
-  alignas(16) __shared__ u32 buffers[2][Cast::kCols * Cast::kQuads];
+  alignas(16) __shared__ u32 buffer[Cast::kCols * Cast::kQuads];
   if (is_noop(args.noop)) return;
-  Cast(args).run(buffers);
+  Cast(args).run(buffer);
 }
 
 }  // namespace fp8

@@ -43,5 +43,11 @@ struct TransposeShape {
   static constexpr int kBlocksPerSM = 2;
 };
 
+// 128x128 blocks of bfloat16, whose tiles are loaded ahead past the registers.
+struct SquareShape {
+  static constexpr int kThreads = 512;
+  static constexpr int kBlocksPerSM = 3;
+};
+
 }  // namespace fp8_block
 }  // namespace tejit

@@ -24,7 +24,9 @@ inline void launch_blocks(const Launcher& launch, const BlockArgs& args, int dim
   const auto with = [&](auto shape) {
     launch(kernel, launch.blocks(tiles, shape.kBlocksPerSM), shape.kThreads, args);
   };
-  if (transpose) {
+  if (dim == 2 && bf16) {
+    with(SquareShape());
+  } else if (transpose) {
     bf16 ? with(TransposeShape<2>()) : with(TransposeShape<4>());
   } else {
     bf16 ? with(RowShape<2>()) : with(RowShape<4>());

@@ -14,15 +14,9 @@
 namespace tejit {
 namespace fp8_block {
 
-template <typename T, int kThreads_, Ahead kAhead_ = Ahead::kAfter, Load kLoad_ = Load::kEvictFirst,
-          Store kStore_ = Store::kStream>
-struct BlockPlan : TilePlan<kThreads_, kBlock, kBlock / T::kPerVector, kAhead_, kLoad_, kStore_> {
-  // One tile as it lies in memory.
-  TEJIT_DEVICE static uint4* stage() {
-    __shared__ uint4 memory[kBlock * kBlock / T::kPerVector];
-    return memory;
-  }
-};
+template <typename T, int kThreads, Ahead kAhead = Ahead::kAfter, Load kLoad = Load::kEvictFirst,
+          Store kStore = Store::kStream>
+using BlockPlan = TilePlan<kThreads, kBlock, kBlock / T::kPerVector, kAhead, kLoad, kStore>;
 
 // Column maxima of every warp, in shared memory.
 template <typename T, int kThreads>
@@ -65,12 +59,12 @@ struct BlockCast : Tile<T, Plan, BlockArgs> {
   TEJIT_DEVICE void put_square_scale(Place p, float scale) const {
     // The threads of the first warp: one for the tile's own scale and up to three for zeros behind the last.
     const int i = threadIdx.x;
-    if (args.row != nullptr && (i == 0 || p.col + 1 == this->tile_cols)) {
-      put_scale(args.row_scale_inv + p.row * args.row_pitch, p.col + i, this->tile_cols, args.row_pitch,
+    if (args.row != nullptr && (i == 0 || p.col + 1 == this->tile_cols())) {
+      put_scale(args.row_scale_inv + p.row * args.row_pitch, p.col + i, this->tile_cols(), args.row_pitch,
                 scale);
     }
-    if (kTranspose && (i == 0 || p.row + 1 == this->tile_rows)) {
-      put_scale(args.col_scale_inv + p.col * args.col_pitch, p.row + i, this->tile_rows, args.col_pitch,
+    if (kTranspose && (i == 0 || p.row + 1 == this->tile_rows())) {
+      put_scale(args.col_scale_inv + p.col * args.col_pitch, p.row + i, this->tile_rows(), args.col_pitch,
                 scale);
     }
   }
@@ -91,25 +85,38 @@ struct BlockCast : Tile<T, Plan, BlockArgs> {
     }
   }
 
+  // A tile that is loaded ahead and the codes of another take all 48 KB that a kernel may declare. The warps'
+  // maxima then lie in slots that belong to a thread of the same warp, and wait for their vectors till they
+  // are read.
+  static constexpr bool kMaximaInSlots = kTranspose && Plan::kAhead == Ahead::kShared;
+
   // Two sets of words for the maxima: a warp may be a tile ahead of another that still reads.
+  TEJIT_DEVICE float tile_max(float value, u32 (*maxima)[32], int turn) const {
+    if constexpr (kMaximaInSlots) {
+      return block_max<Plan::kThreads, 32 * 4>(value, this->last_slots());
+    } else {
+      return block_max<Plan::kThreads>(value, maxima[turn]);
+    }
+  }
+
   TEJIT_DEVICE void squares(u32* codes, u32 (*maxima)[32]) {
-    const u64 col_bits = this->col_alignment();
     const Place step = this->place(gridDim.x);
     Place here = this->place(blockIdx.x);
     this->load(here, v);
-    for (int turn = 0; here.row < this->tile_rows; turn ^= 1) {
+    for (int turn = 0; here.row < this->tile_rows(); turn ^= 1) {
       u32 m = 0;
       this->settle();
       this->each_vector([&](int s, int r, int) { m = T::amax_step(m, v[s][r]); });
-      const float scale = scale_of(block_max<Plan::kThreads>(T::amax_result(m), maxima[turn]));
+      const float scale = scale_of(tile_max(T::amax_result(m), maxima, turn));
       const Place next = this->after(here, step);
-      this->load_ahead(next);
+      this->template load_ahead<kMaximaInSlots>(next);
       if (threadIdx.x < 4) put_square_scale(here, scale);
       convert_square(here, scale, codes);
       this->load_after(next);
       if constexpr (kTranspose) {
         __syncthreads();
-        this->store_transpose(here, codes, col_bits);
+        if constexpr (kMaximaInSlots) this->load_last(next);
+        this->store_transpose(here, codes);
       }
       this->advance(next);
       here = next;
@@ -212,11 +219,10 @@ struct BlockCast : Tile<T, Plan, BlockArgs> {
   }
 
   TEJIT_DEVICE void vectors(u32* codes, u32* maxima, float* scales) {
-    const u64 col_bits = this->col_alignment();
     const Place step = this->place(gridDim.x);
     Place here = this->place(blockIdx.x);
     this->load(here, v);
-    while (here.row < this->tile_rows) {
+    while (here.row < this->tile_rows()) {
       this->settle();
       if constexpr (kTranspose) {
         column_maxima(maxima);
@@ -234,7 +240,7 @@ struct BlockCast : Tile<T, Plan, BlockArgs> {
       this->load_after(next);
       if constexpr (kTranspose) {
         __syncthreads();
-        this->store_transpose(here, codes, col_bits);
+        this->store_transpose(here, codes);
       }
       here = next;
     }
@@ -242,28 +248,35 @@ struct BlockCast : Tile<T, Plan, BlockArgs> {
 };
 
 // Shared memory by kind of block and whether there is a transpose.
-template <typename T, int kThreads, int kDim, bool kTranspose>
+template <typename T, typename Plan, int kDim, bool kTranspose, Ahead kAhead = Plan::kAhead>
 struct Shared;
 
-template <typename T, int kThreads>
-struct Shared<T, kThreads, 1, false> {};
+template <typename T, typename Plan>
+struct Shared<T, Plan, 1, false, Ahead::kAfter> {};
 
-template <typename T, int kThreads>
-struct Shared<T, kThreads, 1, true> {
+template <typename T, typename Plan>
+struct Shared<T, Plan, 1, true, Ahead::kAfter> {
+  using Memory = Maxima<T, Plan::kThreads>;
   alignas(16) u32 codes[kBlock * kBlock / 4];
-  alignas(16) u32 maxima[Maxima<T, kThreads>::kWarps * Maxima<T, kThreads>::kPitch];
+  alignas(16) u32 maxima[Memory::kWarps * Memory::kPitch];
   alignas(16) float scales[kBlock];
 };
 
-template <typename T, int kThreads>
-struct Shared<T, kThreads, 2, false> {
+template <typename T, typename Plan, Ahead kAhead>
+struct Shared<T, Plan, 2, false, kAhead> {
   u32 maxima[2][32];
 };
 
-template <typename T, int kThreads>
-struct Shared<T, kThreads, 2, true> {
+template <typename T, typename Plan, Ahead kAhead>
+struct Shared<T, Plan, 2, true, kAhead> {
   alignas(16) u32 codes[kBlock * kBlock / 4];
   u32 maxima[2][32];
+};
+
+template <typename T, typename Plan>
+struct Shared<T, Plan, 2, true, Ahead::kShared> {
+  static constexpr u32 (*maxima)[32] = nullptr;  // they lie in slots
+  alignas(16) u32 codes[kBlock * kBlock / 4];
 };
 
 // kDim: 1 for 1x128 and 128x1, 2 for 128x128.
@@ -271,7 +284,7 @@ template <typename T, typename Plan, int kDim, bool kTranspose>
 TEJIT_DEVICE void quantize_blocks(const BlockArgs& args) {
   static_assert(kDim == 2 || Plan::kAhead == Ahead::kAfter,
                 "vectors() loads after it has made a tile's bytes");
-  __shared__ Shared<T, Plan::kThreads, kDim, kTranspose> memory;
+  __shared__ Shared<T, Plan, kDim, kTranspose> memory;
   if (fp8::is_noop(args.noop)) return;
   BlockCast<T, Plan, kTranspose> cast(args);
   if constexpr (kDim == 1 && kTranspose) {
