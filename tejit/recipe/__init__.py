@@ -15,6 +15,7 @@ from tejit.recipe.recipes import (
     Format,
     LinearQuantizers,
     MXFP8BlockScaling,
+    NVFP4BlockScaling,
     Recipe,
     Variants,
 )
@@ -25,6 +26,7 @@ __all__ = [
     "Format",
     "LinearQuantizers",
     "MXFP8BlockScaling",
+    "NVFP4BlockScaling",
     "Recipe",
     "Variants",
     "autocast",

@@ -197,6 +197,10 @@ class Quantizer(metaclass=compat.ValueMeta):
         """The multiple of which every dimension must be that is scaled along: K rowwise, M columnwise. Traceable."""
         return 1
 
+    def needs_rowwise(self) -> bool:
+        """Whether the format cannot be made without rowwise usage."""
+        return False
+
     def is_quantizable(self, x: Tensor) -> bool:
         """Whether ``x`` can be quantized as it is: dtype and, where the format has one, alignment."""
         return x.dtype in HIGH_PRECISION_DTYPES
