@@ -14,6 +14,7 @@ from tejit.formats.float8_block import (
 from tejit.formats.hybrid import HybridQuantizedTensor, HybridQuantizedTensorStorage, HybridQuantizer
 from tejit.formats.identity import IdentityQuantizer, IdentityTensor, IdentityTensorStorage
 from tejit.formats.mxfp8 import MXFP8Quantizer, MXFP8Tensor, MXFP8TensorStorage
+from tejit.formats.nvfp4 import NVFP4Quantizer, NVFP4Tensor, NVFP4TensorStorage
 
 __all__ = [
     "Float8BlockQuantizer",
@@ -32,4 +33,7 @@ __all__ = [
     "MXFP8Quantizer",
     "MXFP8Tensor",
     "MXFP8TensorStorage",
+    "NVFP4Quantizer",
+    "NVFP4Tensor",
+    "NVFP4TensorStorage",
 ]

@@ -295,9 +295,7 @@ class NVFP4BlockScaling(Recipe):
         rht = not (self.disable_rht or activations or self.row_scaled_activation)
         quantizers = LinearQuantizers(
             input=variants(
-                NVFP4Quantizer(
-                    with_rht=rht, row_scaled_nvfp4=self.row_scaled_activation, **_four_over_six(activations)
-                )
+                NVFP4Quantizer(with_rht=rht, row_scaled_nvfp4=self.row_scaled_activation, **_four_over_six(activations))
             ),
             weight=variants(
                 NVFP4Quantizer(
