@@ -31,7 +31,8 @@ class Case:
         column: M must be a multiple of this where columnwise data is made.
         error: bound of the root mean square error on normal data, relative to that of the data.
         kept: of an element's neighbours, how many share its scale: a whole block; None for the whole tensor.
-        exclusive: whether 2D blocks make both multiples necessary in either direction.
+        square: whether 2D blocks make both multiples necessary in either direction.
+        dependent: whether columnwise data is made from rowwise data, which must be possible then.
         stochastic: whether two calls may differ.
         live: whether calls change the quantizer's tensors.
         rowwise_needed: whether a quantizer without rowwise usage is an error.
@@ -44,6 +45,7 @@ class Case:
     error: float = 0.04
     kept: int | None = None
     square: bool = False
+    dependent: bool = False
     stochastic: bool = False
     live: bool = False
     rowwise_needed: bool = False
@@ -56,7 +58,7 @@ class Case:
         for size in shape[:-1]:
             rows *= size
         columns = shape[-1] if shape else 1
-        rowwise, columnwise = (True, True) if self.square else usage
+        rowwise, columnwise = (True, True) if self.square else (usage[0] or self.dependent, usage[1])
         return not ((rowwise and columns % self.row) or (columnwise and rows % self.column))
 
     def usages(self) -> list[tuple[bool, bool]]:
@@ -118,7 +120,14 @@ CASES = [
     Case("nvfp4 swizzled", _plainly(tejit.NVFP4Quantizer, optimize_for_gemm=True), 16, 16, error=0.12),
     Case("hybrid fp8 blocks", _hybrid(_current, _block1)),
     Case("hybrid mxfp8 nvfp4", _hybrid(_mxfp8, _nvfp4), 32, 16, error=0.12),
-    Case("hybrid nvfp4 mxfp8", _hybrid(_nvfp4, _mxfp8, columnwise_source="rowwise_dequantized"), 16, 32, error=0.13),
+    Case(
+        "hybrid nvfp4 mxfp8",
+        _hybrid(_nvfp4, _mxfp8, columnwise_source="rowwise_dequantized"),
+        16,
+        32,
+        error=0.13,
+        dependent=True,
+    ),
     Case("hybrid identity blocks", _hybrid(_identity, _block2), error=0.08),
     Case("hybrid delayed fp8", _hybrid(_delayed, _current), live=True),
     Case("identity", _identity, error=0.0),

@@ -78,7 +78,7 @@ def test_one_value_out_of_range_stays_alone(case, usage, value) -> None:
     size = case.kept or 16
     block[40 // size * size : 40 // size * size + size, 50 // size * size : 50 // size * size + size] = True
     assert got[~block].isfinite().all()
-    if not case.name.startswith("mxfp8"):  # whose scale of an infinite block is 2^127: the infinity stays one
+    if "mxfp8" not in case.name:  # whose scale of an infinite block is 2^127: the infinity stays one
         assert not got.isinf().any()
         assert got.isfinite().all() or value == "nan"
     if case.kept is not None:

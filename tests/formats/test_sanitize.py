@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.sanitize]
 
 def shape_for(case, usage) -> tuple[int, int]:
     """Odd multiples of what the case needs, and one row or column where it needs nothing."""
-    rowwise, columnwise = (True, True) if case.square else usage
+    rowwise, columnwise = (True, True) if case.square else (usage[0] or case.dependent, usage[1])
     return case.column * 3 if columnwise else 5, case.row * 5 if rowwise else 7
 
 
@@ -23,7 +23,7 @@ def shape_for(case, usage) -> tuple[int, int]:
 @each_case(usages=True)
 def test_quantize(case, usage, dtype) -> None:
     q = case.quantizer(usage, device="cuda")
-    for shape in (shape_for(case, usage), (case.column if usage[1] or case.square else 1, case.row)):
+    for shape in (shape_for(case, usage), (case.column, case.row)):
         x = provoking("wide", shape, dtype).cuda()
         t = quantized(q, x)
         quantized(q, x, out=t)

@@ -121,8 +121,10 @@ class HybridQuantizer(Quantizer):
     ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """:meth:`inner_tensor_specs` of a tensor whose nominal dtype is known."""
         specs: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        if self.rowwise_usage:
-            specs.update(prefixed("rowwise", self.rowwise_quantizer.specs_as(shape, device, nominal)))
+        if self.rowwise_usage or self._is_dependent():  # what cannot be made rowwise has no columnwise source either
+            rowwise = self.rowwise_quantizer.specs_as(shape, device, nominal)
+            if self.rowwise_usage:
+                specs.update(prefixed("rowwise", rowwise))
         if self.columnwise_usage:
             specs.update(prefixed("columnwise", self.columnwise_quantizer.specs_as(shape, device, nominal)))
         return specs
@@ -138,13 +140,16 @@ class HybridQuantizer(Quantizer):
     def quantize_inner(self, x: Tensor, amax_reduction_group: Any = None) -> Inner:
         """The children's buffers, the rowwise ones first, None for absent ones."""
         row = column = None
-        dependent = self.columnwise_source == "rowwise_dequantized"
+        dependent = self._is_dependent()
         if self.rowwise_usage or dependent:
             row = self.rowwise_quantizer.quantize_inner(x, amax_reduction_group)
         if self.columnwise_usage:
             source = self._rowwise_values(row, x) if dependent and row is not None else x
             column = self.columnwise_quantizer.quantize_inner(source, amax_reduction_group)
         return self._join(row if self.rowwise_usage else None, column)
+
+    def _is_dependent(self) -> bool:
+        return self.columnwise_source == "rowwise_dequantized"
 
     def _rowwise_values(self, row: Inner, x: Tensor) -> Tensor:
         """What rowwise data made from ``x`` stand for, in ``x``'s dtype."""
@@ -175,7 +180,7 @@ class HybridQuantizer(Quantizer):
             dst._require_whole("quantizing into it")
         dst._require_data()
         row, column = dst.rowwise_storage, dst.columnwise_storage
-        dependent = self.columnwise_source == "rowwise_dequantized"
+        dependent = self._is_dependent()
         if row is not None:
             self.rowwise_quantizer._quantize_into(x, row, noop_flag, amax_reduction_group)
         if column is not None:
@@ -190,6 +195,8 @@ class HybridQuantizer(Quantizer):
         self, shape: tuple[int, ...], device: torch.device, pin_memory: bool, nominal: torch.dtype
     ) -> Inner:
         row, column = self.rowwise_quantizer, self.columnwise_quantizer
+        if self._is_dependent():
+            row.specs_as(shape, device, nominal)  # its errors
         return self._join(
             row._allocate_as(shape, device, pin_memory, nominal) if self.rowwise_usage else None,
             column._allocate_as(shape, device, pin_memory, nominal) if self.columnwise_usage else None,
