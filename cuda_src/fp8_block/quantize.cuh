@@ -45,6 +45,9 @@ struct BlockCast : Tile<T, Plan, BlockArgs> {
     return fp8::scale_from_amax(amax, fp8::largest(args.fp8 != 0), args.pow2 != 0, args.eps, args.limit);
   }
 
+  // What makes no transpose was launched for the rows.
+  TEJIT_DEVICE bool has_row() const { return !kTranspose || args.row != nullptr; }
+
   // Of a line of scales, entry i where the matrix has such a block, and zeros behind the last one.
   TEJIT_DEVICE static void put_scale(float* line, i64 i, i64 blocks, i64 pitch, float scale) {
     if (i < blocks) {
@@ -59,7 +62,7 @@ struct BlockCast : Tile<T, Plan, BlockArgs> {
   TEJIT_DEVICE void put_square_scale(Place p, float scale) const {
     // The threads of the first warp: one for the tile's own scale and up to three for zeros behind the last.
     const int i = threadIdx.x;
-    if (args.row != nullptr && (i == 0 || p.col + 1 == this->tile_cols())) {
+    if (has_row() && (i == 0 || p.col + 1 == this->tile_cols())) {
       put_scale(args.row_scale_inv + p.row * args.row_pitch, p.col + i, this->tile_cols(), args.row_pitch,
                 scale);
     }
@@ -71,7 +74,7 @@ struct BlockCast : Tile<T, Plan, BlockArgs> {
 
   TEJIT_DEVICE void convert_square(Place p, float scale, u32* codes) const {
     u8* to = args.row + this->first_element(p);
-    const int rows = args.row != nullptr ? this->rows_left_here(p) : 0;
+    const int rows = has_row() ? this->rows_left_here(p) : 0;
     const int cols = this->cols_left(p) - lane * kPer;
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
@@ -203,7 +206,7 @@ struct BlockCast : Tile<T, Plan, BlockArgs> {
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
       u32 word[4][kPer / 4];
-      if (args.row != nullptr) {
+      if (has_row()) {
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
           fp8::encode_vector<T>(v[s][r], __shfl_sync(kAll, row_scales[s], r, 4), e5m2, word[r]);
@@ -230,7 +233,7 @@ struct BlockCast : Tile<T, Plan, BlockArgs> {
         column_scales(here, maxima, scales);
       }
       float row_scales[kSteps] = {};
-      if (args.row != nullptr) {
+      if (has_row()) {
 #pragma unroll
         for (int s = 0; s < kSteps; ++s) row_scales[s] = row_scale(here, s);
       }
