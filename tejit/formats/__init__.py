@@ -11,6 +11,8 @@ from tejit.formats.float8_block import (
     Float8BlockwiseQTensor,
     Float8BlockwiseQTensorStorage,
 )
+from tejit.formats.hybrid import HybridQuantizedTensor, HybridQuantizedTensorStorage, HybridQuantizer
+from tejit.formats.identity import IdentityQuantizer, IdentityTensor, IdentityTensorStorage
 from tejit.formats.mxfp8 import MXFP8Quantizer, MXFP8Tensor, MXFP8TensorStorage
 from tejit.formats.nvfp4 import NVFP4Quantizer, NVFP4Tensor, NVFP4TensorStorage
 
@@ -22,6 +24,12 @@ __all__ = [
     "Float8Quantizer",
     "Float8Tensor",
     "Float8TensorStorage",
+    "HybridQuantizedTensor",
+    "HybridQuantizedTensorStorage",
+    "HybridQuantizer",
+    "IdentityQuantizer",
+    "IdentityTensor",
+    "IdentityTensorStorage",
     "MXFP8Quantizer",
     "MXFP8Tensor",
     "MXFP8TensorStorage",

@@ -151,6 +151,10 @@ class MXFP8Quantizer(Quantizer):
         four = mxfp8.make_empty(shape, self.rowwise_usage, self.columnwise_usage, device, pin_memory)
         return self._present(four)
 
+    def alignment(self) -> int:
+        """The multiple of which M and K must be, as far as they are scaled along."""
+        return MXFP8.alignment
+
     def usages_of(self, storage: Any) -> tuple[bool, bool]:
         """``(rowwise, columnwise)``: what the buffers of a storage or tensor can serve; traceable."""
         return storage._rowwise_data is not None, storage._columnwise_data is not None
@@ -372,9 +376,7 @@ class MXFP8Tensor(QuantizedTensor, MXFP8TensorStorage):
                 return NotImplemented
             first = part.storage_offset() // columns
             last = first + part.numel() // columns
-            pieces = first % MXFP8.scale_row_alignment == 0 and (
-                last == rows or last % MXFP8.scale_row_alignment == 0
-            )
+            pieces = first % MXFP8.scale_row_alignment == 0 and (last == rows or last % MXFP8.scale_row_alignment == 0)
             # In the GEMM's order columnwise scales run along M innermost: those of a part do not lie together.
             scattered = self._with_gemm_swizzled_scales and self._columnwise_data is not None
             if part.storage_offset() % columns or not pieces or (scattered and last - first < rows):

@@ -102,28 +102,6 @@ _define(
     native=False,
 )
 _define(
-    "mxfp8_quantize",
-    "(Tensor x, int fp8, bool rowwise, bool columnwise, bool square, bool swizzled)"
-    " -> (Tensor row, Tensor row_scale_inv, Tensor col, Tensor col_scale_inv)",
-    mxfp8_reference.quantize,
-    mxfp8_fake.quantize,
-)
-_define(
-    "mxfp8_quantize_out",
-    "(Tensor x, int fp8, bool square, bool swizzled, Tensor? noop, Tensor(a!)? row, Tensor(b!)? row_scale_inv,"
-    " Tensor(c!)? col, Tensor(d!)? col_scale_inv) -> ()",
-    mxfp8_reference.quantize_out,
-    mxfp8_fake.quantize_out,
-)
-_define(
-    "mxfp8_make_empty",
-    "(int[] shape, bool rowwise, bool columnwise, Device device, bool pin_memory)"
-    " -> (Tensor row, Tensor row_scale_inv, Tensor col, Tensor col_scale_inv)",
-    mxfp8_reference.make_empty,
-    mxfp8_fake.make_empty,
-    native=False,
-)
-_define(
     "nvfp4_quantize",
     "(Tensor x, bool rowwise, bool columnwise, bool rht, int sign_mask, bool square, bool row_scaled,"
     " int four_over_six, int e4m3_max, bool swizzled, Tensor? seed, Tensor? row_amax, Tensor? col_amax)"
@@ -153,5 +131,27 @@ _define(
     " -> (Tensor row, Tensor row_scale_inv, Tensor col, Tensor col_scale_inv, Tensor amax_row, Tensor amax_col)",
     nvfp4_reference.make_empty,
     nvfp4_fake.make_empty,
+    native=False,
+)
+_define(
+    "mxfp8_quantize",
+    "(Tensor x, int fp8, bool rowwise, bool columnwise, bool square, bool swizzled)"
+    " -> (Tensor row, Tensor row_scale_inv, Tensor col, Tensor col_scale_inv)",
+    mxfp8_reference.quantize,
+    mxfp8_fake.quantize,
+)
+_define(
+    "mxfp8_quantize_out",
+    "(Tensor x, int fp8, bool square, bool swizzled, Tensor? noop, Tensor(a!)? row, Tensor(b!)? row_scale_inv,"
+    " Tensor(c!)? col, Tensor(d!)? col_scale_inv) -> ()",
+    mxfp8_reference.quantize_out,
+    mxfp8_fake.quantize_out,
+)
+_define(
+    "mxfp8_make_empty",
+    "(int[] shape, bool rowwise, bool columnwise, Device device, bool pin_memory)"
+    " -> (Tensor row, Tensor row_scale_inv, Tensor col, Tensor col_scale_inv)",
+    mxfp8_reference.make_empty,
+    mxfp8_fake.make_empty,
     native=False,
 )

@@ -26,11 +26,22 @@ def swizzle(scales: Tensor) -> Tensor:
     """
     rows, columns = scales.shape
     pieces = scales.reshape(rows // ROWS, _BANDS, ROWS // _BANDS, columns // COLUMNS, COLUMNS)
-    return pieces.permute(0, 3, 2, 1, 4).reshape(rows, columns)
+    # Through one dimension: a reshape that only joins, then only splits, puts no guard on sizes in a compiled graph.
+    return pieces.permute(0, 3, 2, 1, 4).reshape(rows * columns).reshape(rows, columns)
 
 
 def unswizzle(scales: Tensor) -> Tensor:
     """The inverse of :func:`swizzle`."""
     rows, columns = scales.shape
     pieces = scales.reshape(rows // ROWS, columns // COLUMNS, ROWS // _BANDS, _BANDS, COLUMNS)
-    return pieces.permute(0, 3, 2, 1, 4).reshape(rows, columns)
+    return pieces.permute(0, 3, 2, 1, 4).reshape(rows * columns).reshape(rows, columns)
+
+
+def place(row: Tensor, column: Tensor, columns: int) -> Tensor:
+    """Where entry ``(row, column)`` of a swizzled matrix of ``columns`` (a multiple of 4) lies among all its bytes.
+
+    Reading by it traces with any sizes; torch guards the reshapes of :func:`unswizzle` on how they divide.
+    """
+    piece = row // ROWS * (columns // COLUMNS) + column // COLUMNS
+    band = ROWS // _BANDS
+    return (piece * band + row % band) * (_BANDS * COLUMNS) + row % ROWS // band * COLUMNS + column % COLUMNS

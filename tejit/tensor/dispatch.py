@@ -81,7 +81,15 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return result
     if func is aten.copy_.default and not is_quantized(args[0]):
         return func(args[0], args[1].dequantize(), *args[2:], **kwargs)
+    if args and is_quantized(args[0]) and _gives_views(func):
+        with _as_made(args[0]):
+            return _dequantize_and_run(func, args, kwargs)
     return _dequantize_and_run(func, args, kwargs)
+
+
+def _gives_views(func: Any) -> bool:
+    """Whether torch takes the results of ``func`` for views of an argument."""
+    return any(out.alias_info is not None and not out.alias_info.is_write for out in func._schema.returns)
 
 
 def _handles(*functions: Any) -> Callable[[Handler], Handler]:
@@ -255,6 +263,6 @@ def _announce(func: Any) -> None:
         return
     _announced.add(name)
     text = f"tejit: {name} has no form on quantized tensors, so it dequantizes them first (said once per operation)"
-    if any(out.alias_info is not None and not out.alias_info.is_write for out in func._schema.returns):
+    if _gives_views(func):
         text += "; its result is a copy and no view: writing to it does not reach the quantized tensor"
     warnings.warn(text, stacklevel=4)

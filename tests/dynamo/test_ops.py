@@ -12,6 +12,8 @@ def arguments(device: str) -> list[tuple[str, tuple]]:
     one = torch.ones(1, device=device)
     out = [torch.zeros(size, dtype=torch.uint8, device=device) for size in ((6, 10), (10, 6))]
     scales = [torch.zeros(size, device=device) for size in ((1, 8), (1, 12))]
+    blocks = torch.randn(64, 96, dtype=torch.bfloat16, device=device)
+    mx = [torch.zeros(size, dtype=torch.uint8, device=device) for size in ((64, 96), (128, 4), (64, 96), (4, 128))]
     return [
         ("fp8_amax", (x,)),
         ("fp8_scale", (one, 0, True, 0.5)),
@@ -20,6 +22,10 @@ def arguments(device: str) -> list[tuple[str, tuple]]:
         ("fp8_quantize_current", (x[:0], 1, False, True, False, 0.0, None)),
         ("fp8_quantize_current_out", (x, 0, False, 0.0, None, None, *out, one.clone())),
         ("fp8_quantize_current_out", (x, 1, True, 0.0, one, one * 0, None, out[1], one.clone())),
+        ("fp8_quantize_delayed", (x, 0, True, True, one, one * 0)),
+        ("fp8_quantize_delayed", (x[:0], 1, True, False, one, one * 0)),
+        ("fp8_quantize_delayed_out", (x, 1, one, one * 0, None, None, out[1], one.clone())),
+        ("fp8_quantize_delayed_out", (x, 0, one, one * 0, one * 0, *out, one.clone())),
         ("fp8_make_empty", ([6, 10], True, True, torch.device(device), False)),
         ("fp8_make_empty", ([], True, False, torch.device(device), False)),
         ("fp8_block_quantize", (x, 0, 1, True, True, False, 0.0)),
@@ -29,11 +35,18 @@ def arguments(device: str) -> list[tuple[str, tuple]]:
         ("fp8_block_quantize_out", (x, 1, 1, True, 0.0, None, None, None, out[1], scales[1])),
         ("fp8_block_make_empty", ([6, 10], 1, True, True, torch.device(device), False)),
         ("fp8_block_make_empty", ([], 2, True, False, torch.device(device), False)),
+        ("mxfp8_quantize", (blocks, 0, True, True, False, False)),
+        ("mxfp8_quantize", (blocks[:5], 1, True, False, False, True)),
+        ("mxfp8_quantize", (blocks[:, :0], 1, False, True, True, False)),
+        ("mxfp8_quantize_out", (blocks, 0, True, True, one * 0, *mx)),
+        ("mxfp8_quantize_out", (blocks, 1, False, False, None, None, None, *mx[2:])),
+        ("mxfp8_make_empty", ([64, 96], True, True, torch.device(device), False)),
+        ("mxfp8_make_empty", ([32], True, False, torch.device(device), False)),
     ]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("index", range(16))
+@pytest.mark.parametrize("index", range(len(arguments("cpu"))))
 def test_opcheck(index, device, need_kernels) -> None:
     need_kernels(device)
     name, values = arguments(device)[index]

@@ -7,7 +7,7 @@ from torch import nn
 
 import tejit
 from tejit import backend
-from tejit.recipe import Float8BlockScaling, Float8CurrentScaling, Format
+from tejit.recipe import Float8BlockScaling, Float8CurrentScaling, Format, MXFP8BlockScaling, NVFP4BlockScaling
 from tests.common import DEVICES, short
 
 torch._dynamo.config.cache_size_limit = 64
@@ -75,6 +75,44 @@ def test_one_graph_and_eager_s_result(compiler, make_recipe, dtype, where, how, 
             with torch.no_grad():
                 for p in module.parameters():
                     p.add_(torch.randn_like(p), alpha=0.01)
+    assert counter.frame_count == 1
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+SMALL_BLOCKS = {
+    "MXFP8": MXFP8BlockScaling(),
+    "MXFP8 2D": MXFP8BlockScaling(enable_2d_quantization=True),
+    "NVFP4": NVFP4BlockScaling(disable_stochastic_rounding=True),
+    "NVFP4 stochastic": NVFP4BlockScaling(),
+    "NVFP4 rows 4over6": NVFP4BlockScaling(
+        disable_stochastic_rounding=True, row_scaled_activation=True, four_over_six="all"
+    ),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("how", ["kernels", "torch"])
+@pytest.mark.parametrize("name", list(SMALL_BLOCKS))
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
+def test_small_blocks_pad_in_one_graph(compiler, name, how, device, need_kernels) -> None:
+    """Features and batches that fit and that do not: the padding is arithmetic, so they share a graph."""
+    if how == "kernels":
+        need_kernels(device)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    module = model(torch.bfloat16, device)
+    counter = torch._dynamo.testing.CompileCounterWithBackend(compiler)
+    compiled = torch.compile(module, backend=counter, fullgraph=True)
+    with backend(how), tejit.autocast(recipe=SMALL_BLOCKS[name]):
+        for rows in (6, 32, 10, 64, 33):
+            x = torch.randn(rows, 48, dtype=torch.bfloat16, device=device).requires_grad_()
+            torch._dynamo.mark_dynamic(x, 0)
+            grad = torch.randn(rows, 40, dtype=torch.bfloat16, device=device)
+            want, got = results(module, module, x, grad), results(compiled, module, x, grad)
+            for product in want:
+                assert got[product].shape == want[product].shape
+                if "stochastic" not in name:
+                    assert close(got[product], want[product], compiler == "aot_eager"), f"{rows} rows: {product}"
     assert counter.frame_count == 1
     assert not torch._dynamo.utils.counters["graph_break"]
 

@@ -1,5 +1,6 @@
 """Linear against torch.nn.Linear and against its three products written out."""
 
+import dataclasses
 import warnings
 
 import pytest
@@ -8,7 +9,7 @@ from torch import nn
 
 import tejit
 from tejit import Float8BlockQuantizer, Float8CurrentScalingQuantizer
-from tejit.recipe import Float8BlockScaling, Float8CurrentScaling, Format
+from tejit.recipe import Float8BlockScaling, Float8CurrentScaling, Format, MXFP8BlockScaling, NVFP4BlockScaling
 from tests.common import DEVICES, DTYPES, short
 
 #: Relative error (Frobenius) that FP8 with one scale may have on N(0,1) data: two operands, each rounded to
@@ -70,6 +71,67 @@ def test_error_of_each_product_is_that_of_the_format(i, o, lead, dtype, fp8_form
             assert error < 1e-2
         elif i > 1:
             assert 0 < error < BOUND[name], f"{name}: {error:.4f}"
+
+
+#: The same for formats in small blocks; E2M1 has one mantissa bit, and a gradient that is rounded at random errs more.
+SMALL_BLOCKS = {
+    "MXFP8": (MXFP8BlockScaling(), {"y": 0.05, "dgrad": 0.05, "wgrad": 0.05}),
+    "MXFP8 2D": (MXFP8BlockScaling(enable_2d_quantization=True), {"y": 0.05, "dgrad": 0.05, "wgrad": 0.05}),
+    "NVFP4": (NVFP4BlockScaling(), {"y": 0.18, "dgrad": 0.23, "wgrad": 0.23}),
+    "NVFP4 plain": (NVFP4BlockScaling(True, True, True), {"y": 0.18, "dgrad": 0.18, "wgrad": 0.18}),
+    "NVFP4 rows": (NVFP4BlockScaling(row_scaled_activation=True), {"y": 0.18, "dgrad": 0.23, "wgrad": 0.23}),
+    "NVFP4 4over6": (NVFP4BlockScaling(four_over_six="all"), {"y": 0.17, "dgrad": 0.23, "wgrad": 0.23}),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", list(SMALL_BLOCKS))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=short)
+@pytest.mark.parametrize(
+    ("i", "o", "lead"),
+    [(64, 96, (32,)), (767, 61, (5, 7)), (40, 5461, (3,)), (512, 16, (2, 9)), (2, 2, (5,))],
+)
+def test_any_size_works_in_small_blocks(i, o, lead, dtype, name, device) -> None:
+    """TE#688, torchtitan#1703, pytorch/ao#3233, vllm#7550: padded inside, forward and both gradients."""
+    recipe, bound = SMALL_BLOCKS[name]
+    plain, ours = pair(i, o, True, dtype, device)
+    x, grad = (torch.randn(*lead, size, device=device, dtype=dtype) for size in (i, o))
+    torch.manual_seed(3)
+    with tejit.autocast(recipe=recipe):
+        got = run(ours, x, grad)
+    want = run(plain, x, grad)
+    for product in want:
+        assert got[product].shape == want[product].shape
+        assert got[product].dtype == want[product].dtype
+        error = (got[product].double() - want[product].double()).norm() / want[product].double().norm()
+        if product == "bias_grad":
+            assert error < 1e-2
+        elif i > 2:
+            assert 0 < error < bound[product], f"{product}: {error:.4f}"
+        else:
+            assert got[product].isfinite().all()
+
+
+@pytest.mark.parametrize("name", list(SMALL_BLOCKS))
+def test_padding_changes_no_result(name) -> None:
+    """A layer of sizes that fit equals the same layer with one row and column less, where those are zeros."""
+    recipe, _ = SMALL_BLOCKS[name]
+    if name.startswith("NVFP4"):
+        recipe = dataclasses.replace(recipe, disable_stochastic_rounding=True)
+    _, whole = pair(64, 96, False, torch.float32, "cpu")
+    _, part = pair(63, 95, False, torch.float32, "cpu")
+    with torch.no_grad():
+        whole.weight[95:] = 0
+        whole.weight[:, 63:] = 0
+        part.weight.copy_(whole.weight[:95, :63])
+    x, grad = torch.randn(32, 64), torch.randn(32, 96)
+    x[31:], x[:, 63:], grad[31:], grad[:, 95:] = 0, 0, 0, 0
+    with tejit.autocast(recipe=recipe):
+        want = run(whole, x, grad)
+        got = run(part, x[:31, :63].contiguous(), grad[:31, :95].contiguous())
+    torch.testing.assert_close(got["y"], want["y"][:31, :95])
+    torch.testing.assert_close(got["dgrad"], want["dgrad"][:31, :63])
+    torch.testing.assert_close(got["wgrad"], want["wgrad"][:95, :63])
 
 
 def test_the_three_products_written_out() -> None:

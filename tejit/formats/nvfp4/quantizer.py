@@ -264,6 +264,14 @@ class NVFP4Quantizer(Quantizer):
         )
         return self._present(six)
 
+    def alignment(self) -> int:
+        """The multiple of which M and K must be, as far as they are scaled along."""
+        return NVFP4.alignment
+
+    def needs_rowwise(self) -> bool:
+        """Whether it cannot be made without rowwise usage: row-scaled."""
+        return self.row_scaled_nvfp4
+
     def usages_of(self, storage: Any) -> tuple[bool, bool]:
         """``(rowwise, columnwise)``: what the buffers of a storage or tensor can serve; traceable."""
         return storage._rowwise_data is not None, storage._columnwise_data is not None
@@ -277,13 +285,15 @@ class NVFP4Quantizer(Quantizer):
     def columnwise_operand(self, inner: Inner) -> Operand:
         """The ``(K, M)`` operand: packed codes ``(K, M/2)``, of the transformed values with RHT.
 
-        The product of two operands transformed alike is that of the originals, so a GEMM applies no inverse.
+        The product of two operands transformed alike is that of the originals; a GEMM undoes what one alone has.
         """
         _, _, col, scale_inv, _, amax = inner
         assert col is not None
-        return self._operand(col, scale_inv, amax)
+        return self._operand(col, scale_inv, amax, self._sign_mask() if self.with_rht else None)
 
-    def _operand(self, codes: Tensor, scale_inv: Tensor | None, amax: Tensor | None) -> Operand:
+    def _operand(
+        self, codes: Tensor, scale_inv: Tensor | None, amax: Tensor | None, sign_mask: int | None = None
+    ) -> Operand:
         assert scale_inv is not None
         return Operand(
             codes,
@@ -293,6 +303,7 @@ class NVFP4Quantizer(Quantizer):
             amax=amax,
             e4m3_max=self.nvfp4_e4m3_max,
             swizzled=self.optimize_for_gemm,
+            sign_mask=sign_mask,
         )
 
     def columnwise_inner(self, inner: Inner) -> Inner:

@@ -82,9 +82,7 @@ def quantize_out(
         reference.quantize_out(*arguments)
 
 
-def make_empty(
-    shape: tuple[int, ...], rowwise: bool, columnwise: bool, device: torch.device, pin_memory: bool
-) -> Four:
+def make_empty(shape: tuple[int, ...], rowwise: bool, columnwise: bool, device: torch.device, pin_memory: bool) -> Four:
     """Uninitialised buffers of a tensor of ``shape``, in one call of the extension.
 
     Raises ``ValueError`` for a size that is no multiple of 32.

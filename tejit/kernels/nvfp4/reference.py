@@ -27,7 +27,7 @@ from tejit.kernels.nvfp4.elements import (
 from tejit.kernels.nvfp4.hadamard import rotate, rotate_back
 from tejit.kernels.nvfp4.philox import random_bytes
 from tejit.kernels.rounding import as_rounded
-from tejit.kernels.swizzle import swizzle, unswizzle
+from tejit.kernels.swizzle import place, swizzle, unswizzle
 
 BLOCK = NVFP4.block or 0
 NONE, MAE, MSE = 0, 1, 2  # what `four_over_six` may be
@@ -336,7 +336,11 @@ def values(
     row = torch.arange(rows, device=codes.device)[:, None]
     block = torch.arange(contracted, device=codes.device) // BLOCK
     # One gather and no slice: whether a slice of a padded buffer is contiguous would be a guard on the size.
-    factor = e4m3_values(unswizzle(scale_inv) if swizzled else scale_inv)[row, block]
+    if swizzled:
+        scales = scale_inv.reshape(-1)[place(row, block, scale_shape(rows, contracted)[1])]
+    else:
+        scales = scale_inv[row, block]
+    factor = e4m3_values(scales)
     if amax is not None:
         large = amax > _LARGE  # 448 A may overflow where the value itself does not: the same bits, 2^-16 as large
         constant = torch.full_like(amax, 1 / (E2M1.max * e4m3_max))
