@@ -57,16 +57,16 @@ static_assert(sizeof(AmaxArgs) == 40 && sizeof(AmaxFinishArgs) == 24 && sizeof(S
 // Reads of x go backwards in the first pass and forwards in the second: an input that was just written is
 // still partly in L2 at its end, and what the first pass read last is what the second reads first.
 struct AmaxShape {
-  static constexpr int kThreads = 512;
+  static constexpr int kThreads = 1024;
   static constexpr int kVectors = 4;  // 16-byte loads in flight a thread
-  static constexpr int kBlocksPerSM = 3;
+  static constexpr int kBlocksPerSM = 1;
 };
 
 // A block of threads moves one chunk.
 struct CastShape {
   static constexpr int kThreads = 256;
-  static constexpr int kVectors = 4;
-  static constexpr int kBlocksPerSM = 6;
+  static constexpr int kVectors = 8;
+  static constexpr int kBlocksPerSM = 4;
 };
 
 // A block of threads moves one tile of kRows rows by kLanes 16-byte vectors.

@@ -33,8 +33,8 @@ static_assert(sizeof(BlockArgs) == 104, "host and device compilers must lay it o
 // thread holds eight vectors of four (float32) or eight (bfloat16) elements.
 template <int kBytes>
 struct RowShape {
-  static constexpr int kThreads = kBytes == 4 ? 512 : 256;
-  static constexpr int kBlocksPerSM = kBytes == 4 ? 2 : 4;
+  static constexpr int kThreads = 512;
+  static constexpr int kBlocksPerSM = kBytes == 4 ? 2 : 3;
 };
 
 template <int kBytes>
