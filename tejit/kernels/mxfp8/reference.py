@@ -18,7 +18,7 @@ from tejit.format_info import E8M0_BIAS, E8M0_NAN, FP8_ELEMENTS, MXFP8, checked_
 from tejit.kernels.fp8.reference import cast, values_of, write_unless
 from tejit.kernels.fp8_block.reference import Four, amax_of_blocks, matrix_shape, spread
 from tejit.kernels.rounding import as_rounded
-from tejit.kernels.swizzle import swizzle, unswizzle
+from tejit.kernels.swizzle import place, swizzle
 
 BLOCK = MXFP8.block or 0
 
@@ -123,10 +123,11 @@ def values(
     come as they lie, of either direction.
     """
     rows, contracted = codes.shape
-    if swizzled:
-        scale_inv = unswizzle(scale_inv.reshape(scale_shapes(rows, contracted)[0]))
     row = torch.arange(rows, device=codes.device)
     block = torch.arange(contracted, device=codes.device) // BLOCK
+    if swizzled:
+        lying = scale_inv.reshape(-1)[place(row[:, None], block, scale_shapes(rows, contracted)[0][1])]
+        return (values_of(codes, fp8) * factors(lying)).to(dtype)
     # One gather and no slice: whether a slice of a padded buffer is contiguous would be a guard on the size.
     return (values_of(codes, fp8) * factors(scale_inv[row[:, None], block])).to(dtype)
 
