@@ -90,9 +90,6 @@ struct Scales {
   float encode;
   float decode;
   float sixth;  // encode * float32(1/6)
-  // A multiplier may be so small that an eighth of it is not exact; then x is divided instead, which is exact
-  // wherever it matters.
-  bool huge;
 };
 
 TEJIT_DEVICE Scales scales_of(float amax, float e4m3_max) {
@@ -102,7 +99,6 @@ TEJIT_DEVICE Scales scales_of(float amax, float e4m3_max) {
   s.encode = usable ? fminf(__fdiv_rn(__fmul_rn(6.0f, e4m3_max), amax), kLargest) : 1.0f;
   s.decode = __fdiv_rn(1.0f, s.encode);
   s.sixth = __fmul_rn(s.encode, kSixth);
-  s.huge = s.decode > 0x1p114f;
   return s;
 }
 
@@ -115,15 +111,18 @@ TEJIT_DEVICE float stored_amax(float amax, float e4m3_max) {
 struct BlockScale {
   u32 byte;
   float multiplier;
+  bool nan;
 };
 
 TEJIT_DEVICE BlockScale with_byte(u32 byte, const Scales& s) {
-  return {byte, fminf(__frcp_rn(__fmul_rn(e4m3_value(byte), s.decode)), kLargest)};
+  return {byte, fminf(__frcp_rn(__fmul_rn(e4m3_value(byte), s.decode)), kLargest), false};
 }
 
 // amax: the bits of a block's, NaN where it has one.
 TEJIT_DEVICE BlockScale scale_of(u32 amax, const Scales& s) {
-  return with_byte(e4m3_of(__fmul_rn(__uint_as_float(amax), s.sixth)), s);
+  BlockScale b = with_byte(e4m3_of(__fmul_rn(__uint_as_float(amax), s.sixth)), s);
+  b.nan = amax > kInfinity;
+  return b;
 }
 
 // Where a scale lies: of line `line` the block `block`; a line has `pitch` of them.
@@ -238,16 +237,17 @@ TEJIT_DEVICE uint4 random_bytes(const Random& r, u64 block) {
 
 // Sixteen codes; `block` counts the blocks of the direction. A NaN has taken the block's scale: no code then.
 template <bool kRandom>
-TEJIT_DEVICE uint2 encode(Packed x, const BlockScale& b, const Scales& s, const Random& random, u64 block) {
+TEJIT_DEVICE uint2 encode(Packed x, const BlockScale& b, const Random& random, u64 block) {
   uint2 codes;
 #if TEJIT_HAS_E2M1
   if constexpr (!kRandom) {
     codes = make_uint2(hardware8(x.w, b.multiplier), hardware8(x.w + 4, b.multiplier));
-    return b.byte == kNan ? make_uint2(0, 0) : codes;
+    return b.nan ? make_uint2(0, 0) : codes;
   }
 #endif
   float eighth = __fmul_rn(b.multiplier, 0.125f);
-  if (s.huge && b.multiplier < 0x1p-100f) {
+  // Of so small a multiplier an eighth would not be exact; one of x is, wherever it matters.
+  if (b.multiplier < 0x1p-123f) {
     eighth = b.multiplier;
 #pragma unroll
     for (int i = 0; i < 8; ++i) x.w[i] = multiply_bf16x2(x.w[i], 0x3e003e00u);
@@ -260,7 +260,7 @@ TEJIT_DEVICE uint2 encode(Packed x, const BlockScale& b, const Scales& s, const 
   }
   codes.x += signs_of(x.w);
   codes.y += signs_of(x.w + 4);
-  return b.byte == kNan ? make_uint2(0, 0) : codes;
+  return b.nan ? make_uint2(0, 0) : codes;
 }
 
 }  // namespace nvfp4

@@ -41,7 +41,7 @@ TEJIT_DEVICE void cast_row(const CastArgs& args) {
   for (i64 at = first; at < total;) {
     const Packed here = next;
     const BlockScale scale = scale_of(amax_of(here), scales);
-    const uint2 codes = encode<kRandom>(here, scale, scales, random, static_cast<u64>(at));
+    const uint2 codes = encode<kRandom>(here, scale, random, static_cast<u64>(at));
     if (at + step < total) from += static_cast<u64>(step) * (2 * kBlock);
     load();
     store8<Store::kStream>(args.row.data + at * (kBlock / 2), codes.x, codes.y);

@@ -115,7 +115,7 @@ struct TileCast {
     for (int i = 0; i < kBlock; i += 4) {
       const Packed here = load_block(at);
       if (!square) scale = scale_of(amax_of(here), row_scales);
-      const uint2 codes = encode<kRandom>(here, scale, row_scales, row_random, index);
+      const uint2 codes = encode<kRandom>(here, scale, row_random, index);
       if (i < there) store8<Store::kStream>(to, codes.x, codes.y);
       if (scale_there) *scale_to = static_cast<u8>(scale.byte);
       if constexpr (kRandom) index += 4 * per_row;
@@ -159,7 +159,7 @@ struct TileCast {
           for (int i = 0; i < 8; ++i) here.w[i] = permute(w[2 * i], w[2 * i + 1], selector);
         }
         const BlockScale scale = scale_of(square ? memory.amax[group][warp] : amax_of(here), col_scales);
-        const uint2 codes = encode<kRandom>(here, scale, col_scales, col_random, index);
+        const uint2 codes = encode<kRandom>(here, scale, col_random, index);
         if (chunk + half < there) store8<Store::kStream>(to, codes.x, codes.y);
         if (scale_there) *scale_to = static_cast<u8>(scale.byte);
         if constexpr (kRandom) index += per_column;
