@@ -7,6 +7,7 @@ The layout is cuBLAS's for block scaling factors of one byte: a matrix of scales
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 #: Rows and columns of a piece, and how many of its rows lie side by side.
@@ -25,22 +26,25 @@ def swizzle(scales: Tensor) -> Tensor:
         a contiguous tensor of the same shape, which is nominal: the bytes lie as the GEMM reads them.
     """
     rows, columns = scales.shape
-    pieces = scales.reshape(rows // ROWS, _BANDS, ROWS // _BANDS, columns // COLUMNS, COLUMNS)
-    # Through one dimension: a reshape that only joins, then only splits, puts no guard on sizes in a compiled graph.
-    return pieces.permute(0, 3, 2, 1, 4).reshape(rows * columns).reshape(rows, columns)
+    at = torch.arange(rows * columns, device=scales.device)
+    piece, within = at // (ROWS * COLUMNS), at % (ROWS * COLUMNS)
+    across, side_by_side = max(columns // COLUMNS, 1), _BANDS * COLUMNS
+    row = piece // across * ROWS + within % side_by_side // COLUMNS * (ROWS // _BANDS) + within // side_by_side
+    return scales[row, piece % across * COLUMNS + at % COLUMNS].reshape(rows, columns)
 
 
 def unswizzle(scales: Tensor) -> Tensor:
     """The inverse of :func:`swizzle`."""
     rows, columns = scales.shape
-    pieces = scales.reshape(rows // ROWS, columns // COLUMNS, ROWS // _BANDS, _BANDS, COLUMNS)
-    return pieces.permute(0, 3, 2, 1, 4).reshape(rows * columns).reshape(rows, columns)
+    row, column = torch.arange(rows, device=scales.device), torch.arange(columns, device=scales.device)
+    return scales.reshape(-1)[place(row[:, None], column, columns)]
 
 
 def place(row: Tensor, column: Tensor, columns: int) -> Tensor:
     """Where entry ``(row, column)`` of a swizzled matrix of ``columns`` (a multiple of 4) lies among all its bytes.
 
-    Reading by it traces with any sizes; torch guards the reshapes of :func:`unswizzle` on how they divide.
+    Reading by it, like the gather of :func:`swizzle`, traces with any sizes; torch would guard a reshape into pieces
+    on how many there are.
     """
     piece = row // ROWS * (columns // COLUMNS) + column // COLUMNS
     band = ROWS // _BANDS

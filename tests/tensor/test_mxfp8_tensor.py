@@ -525,13 +525,14 @@ def test_fake_tensors(device) -> None:
 
 @pytest.mark.parametrize("how", ["kernels", "torch"])
 @both_blocks
+@both_orders
 @each_usage
-def test_one_graph_for_every_size(usage, square, how, need_kernels) -> None:
+def test_one_graph_for_every_size(usage, swizzled, square, how, need_kernels) -> None:
     """Rowwise data of any number of rows; columnwise data of any that is a multiple of 32."""
     if how == "kernels":
         need_kernels("cpu")
     torch._dynamo.reset()
-    q = quantizer(usage, square)
+    q = quantizer(usage, square, swizzled)
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
 
     @torch.compile(backend=counter, fullgraph=True)
