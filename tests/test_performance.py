@@ -29,3 +29,20 @@ def test_rowwise_quantization_is_within_its_bar_of_a_copy(need_kernels, tmp_path
     results = json.loads(out.read_text())["results"]
     ratios = {name: results[f"{name} rowwise"]["ratio_of_medians"] for name in BARS}
     assert all(ratios[name] < bar for name, bar in BARS.items()), done.stdout
+
+
+NVFP4_BAR = 9.0
+
+
+@pytest.mark.perf
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="the bar is for AVX2 and AVX-512"
+)
+def test_nvfp4_rowwise_quantization_is_within_its_bar_of_a_copy(need_kernels, tmp_path) -> None:
+    need_kernels("cpu")
+    out = tmp_path / "result.json"
+    command = [sys.executable, "-m", "tests.benchmarks.cpu_nvfp4", "--no-compile", "--threads", "2"]
+    command += ["--modes", "rowwise", "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, timeout=300)
+    result = json.loads(out.read_text())["results"]["rowwise"]
+    assert result["ratio_of_medians"] < NVFP4_BAR, done.stdout

@@ -26,7 +26,7 @@ enum FourOverSix : int { kNoFourOverSix = 0, kMeanAbsolute = 1, kMeanSquare = 2 
 // One direction: a matrix (rows, cols), contracted dimension last, and where its results go.
 struct Nvfp4 {
   const void* x;
-  In in;
+  In in;  // bf16 or f32
   int64_t rows, cols;
   bool columnwise;    // it is the transpose of the tensor
   bool square;        // a scale for 16x16 elements
@@ -116,68 +116,71 @@ inline void encode_nearest(const Fp8Encoder& encoder, const uint8_t* x, int coun
   }
 }
 
-template <class Code>
-inline void write_block(uint8_t* to, const Code& code) {
-  for (int i = 0; i < kFp4Block; i += 2) to[i / 2] = static_cast<uint8_t>(code(i) | (code(i + 1) << 4));
-}
-
-inline void block_values(const void* x, In in, float values[kFp4Block]) {
+template <In in>
+inline void block_values(const uint8_t* x, Fp4Floats& values) {
   for (int i = 0; i < kFp4Block; ++i) values[i] = to_float(in, element_bits(x, in, i));
 }
 
+template <In in>
 inline void encode_stochastic(const Nvfp4& job, int64_t row, int64_t block, const uint8_t* x,
                               float multiplier, uint8_t* to) {
-  uint8_t random[kFp4Block];
-  float values[kFp4Block];
+  Fp4Codes random, codes;
+  Fp4Floats values;
   fp4_random(job.seed, job.columnwise, static_cast<uint64_t>(row * (job.cols / kFp4Block) + block), random);
-  block_values(x, job.in, values);
-  write_block(to, [&](int i) { return fp4_stochastic(values[i], multiplier, random[i]); });
+  block_values<in>(x, values);
+  fp4_stochastic(values, multiplier, random, codes);
+  fp4_pack(codes, to);
 }
 
-// One of the two scales that 4over6 tries.
+// One of the two scales that 4over6 tries, for a block or for the rows of a tile.
 struct Candidate {
   uint8_t scale;
   float multiplier, factor;
+  float errors[kFp4Block];
+  uint8_t packed[kFp4Block][kFp4Block / 2];
 
   Candidate(float wanted, float decode)
       : scale(e4m3_byte(wanted)), multiplier(fp4_multiplier(scale, decode)), factor(e4m3_value(scale)) {}
 
-  float error(const Nvfp4& job, const float values[kFp4Block], float amax) const {
-    const float full = kE2m1.max * job.e4m3_max;
-    float each[kFp4Block], sum = 0.0f;
+  void add_row(int row, const Fp4Floats& x, bool squares, float amax, float full) {
+    Fp4Codes codes;
+    Fp4Floats each;
+    fp4_nearest(x, multiplier, codes, each);
+    fp4_pack(codes, packed[row]);
     for (int i = 0; i < kFp4Block; ++i) {
-      const uint8_t code = fp4_nearest(values[i], multiplier);
-      each[i] = code & 8u ? -kFp4Values[code & 7u] : kFp4Values[code];
+      const float difference = each[i] * factor * amax / full - x[i];
+      each[i] = squares ? difference * difference : float_of(bits_of(difference) & 0x7FFFFFFFu);
     }
-    for (int i = 0; i < kFp4Block; ++i) {
-      const float difference = each[i] * factor * amax / full - values[i];
-      each[i] = job.four_over_six == kMeanSquare ? difference * difference
-                                                 : (difference < 0 ? -difference : difference);
-    }
+    float sum = 0.0f;
     for (int i = 0; i < kFp4Block; ++i) sum += each[i];
-    return sum;
+    errors[row] = sum;
+  }
+
+  float error(int height) {
+    for (int half = height / 2; half > 0; half /= 2) {
+      for (int r = 0; r < half; ++r) errors[r] += errors[half + r];
+    }
+    return errors[0];
   }
 };
 
 // A block, or a tile of `height` rows: the better of two scales. Its rows are `pitch` bytes apart.
+template <In in>
 inline uint8_t encode_four_over_six(const Nvfp4& job, const Fp4Scales& s, float largest, const uint8_t* x,
                                     int64_t pitch, int height, uint8_t* to) {
-  const float base = largest / kE2m1.max * s.encode;
-  const Candidate six(base, s.decode), four(base * 1.5f, s.decode);
-  float values[kFp4Block][kFp4Block], errors[2][kFp4Block];
+  const float base = largest / kE2m1.max * s.encode, full = kE2m1.max * job.e4m3_max;
+  const bool squares = job.four_over_six == kMeanSquare;
+  Candidate six(base, s.decode), four(base * 1.5f, s.decode);
   for (int r = 0; r < height; ++r) {
-    block_values(x + r * pitch, job.in, values[r]);
-    errors[0][r] = six.error(job, values[r], s.amax);
-    errors[1][r] = four.error(job, values[r], s.amax);
+    Fp4Floats values;
+    block_values<in>(x + r * pitch, values);
+    six.add_row(r, values, squares, s.amax, full);
+    four.add_row(r, values, squares, s.amax, full);
   }
-  for (auto& sums : errors) {
-    for (int half = height / 2; half > 0; half /= 2) {
-      for (int r = 0; r < half; ++r) sums[r] += sums[half + r];
-    }
-  }
-  const Candidate& taken = errors[1][0] < errors[0][0] ? four : six;
+  const float error_of_six = six.error(height);
+  const Candidate& taken = four.error(height) < error_of_six ? four : six;
   for (int r = 0; r < height; ++r)
-    write_block(to + r * (job.cols / 2), [&](int i) { return fp4_nearest(values[r][i], taken.multiplier); });
+    std::memcpy(to + r * (job.cols / 2), taken.packed[r], sizeof taken.packed[r]);
   return taken.scale;
 }
 
@@ -214,8 +217,8 @@ TEJIT_NOINLINE inline void nvfp4_rows(const Nvfp4& job, int64_t begin, int64_t e
           multipliers[j] = 1.0f;
           any_nan = true;
         } else if (job.four_over_six != kNoFourOverSix) {
-          scales[j] = encode_four_over_six(job, s, to_float(in, largest[j]), x + j * kFp4Block * size, pitch,
-                                           height, to + j * (kFp4Block / 2));
+          scales[j] = encode_four_over_six<in>(job, s, to_float(in, largest[j]), x + j * kFp4Block * size,
+                                               pitch, height, to + j * (kFp4Block / 2));
         } else {
           scales[j] = e4m3_byte(to_float(in, largest[j]) * s.sixth);
           multipliers[j] = job.row_scaled ? fp4_multiplier(scales[j], s.decode) : table[scales[j]];
@@ -229,8 +232,8 @@ TEJIT_NOINLINE inline void nvfp4_rows(const Nvfp4& job, int64_t begin, int64_t e
         for (int j = 0; j < count; ++j) {
           job.scales.at(row + r, first + j) = scales[j];
           if (job.seed != nullptr)
-            encode_stochastic(job, row + r, first + j, line + j * kFp4Block * size, multipliers[j],
-                              codes + j * (kFp4Block / 2));
+            encode_stochastic<in>(job, row + r, first + j, line + j * kFp4Block * size, multipliers[j],
+                                  codes + j * (kFp4Block / 2));
         }
         for (int j = 0; any_nan && j < count; ++j) {
           if (scales[j] == nan) std::memset(codes + j * (kFp4Block / 2), 0, kFp4Block / 2);
@@ -250,9 +253,7 @@ inline void nvfp4_encode(const Nvfp4& job) {
     parallel_for(groups, 1 + kBlock / (job.cols * height),
                  [&](int64_t begin, int64_t end) { rows(job, begin, end); });
   };
-  if (job.in == In::f32) run(detail::nvfp4_rows<In::f32>);
-  if (job.in == In::f16) run(detail::nvfp4_rows<In::f16>);
-  if (job.in == In::bf16) run(detail::nvfp4_rows<In::bf16>);
+  job.in == In::bf16 ? run(detail::nvfp4_rows<In::bf16>) : run(detail::nvfp4_rows<In::f32>);
   for (int64_t i = job.rows; i < job.scales.rows; ++i) job.scales.zero(i, 0);
 }
 

@@ -12,7 +12,6 @@ namespace tejit::cpu {
 constexpr int kFp4Block = 16;  // elements that share a scale
 constexpr Fp8 kE2m1 = {1, 127, 6.0f, 7};
 constexpr const Fp8& kE4m3 = kFp8[0];
-constexpr float kFp4Values[8] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
 
 // What follows from an amax, of a tensor or of a row.
 struct Fp4Scales {
@@ -48,26 +47,60 @@ inline float fp4_multiplier(uint8_t scale, float decode) {
   return t > largest ? largest : t;
 }
 
-inline uint8_t fp4_nearest(float value, float multiplier) {
-  const uint8_t byte = fp8_encode(value, multiplier, kE2m1);
-  return static_cast<uint8_t>((byte & 7u) | ((byte >> 4) & 8u));
+// A block's values, scaled; and its codes, one a byte. Loops without a branch, for the compiler to vectorise.
+using Fp4Floats = float[kFp4Block];
+using Fp4Codes = uint8_t[kFp4Block];
+
+// The power of two at or below a magnitude, but not less than 1: half of it is E2M1's step there.
+inline uint32_t fp4_power(float magnitude) {
+  return bits_of(magnitude > 1.0f ? magnitude : 1.0f) & 0x7F800000u;
 }
 
-// Up or down to a neighbour, as a random number from 0 to 255 decides.
-inline uint8_t fp4_stochastic(float value, float multiplier, uint32_t random) {
-  const auto step_of = [](float v) { return v < 2.0f ? 0.5f : v < 4.0f ? 1.0f : 2.0f; };
-  const uint32_t bits = bits_of(value * multiplier);
-  const float magnitude = float_of(bits & 0x7FFFFFFFu);
-  const float u = (static_cast<float>(random) + 0.5f) * 0x1p-8f;
-  float raised = magnitude + u * step_of(magnitude);
-  raised = raised < 8.0f ? raised : 8.0f;  // above 6 in any case, and small enough for an integer
-  const float step = step_of(raised);
-  const float rounded = static_cast<float>(static_cast<int>(raised / step)) * step;
-  return static_cast<uint8_t>(fp4_nearest(rounded, 1.0f) | ((bits >> 28) & 8u));
+// The code from the count of steps (see Fp8Encoder: it takes the exponent along).
+inline uint32_t fp4_code(uint32_t count, uint32_t power) {
+  return count + (power >> 22) - (127u << 1);
+}
+
+// To nearest even, saturating: the codes, and the values that they stand for.
+inline void fp4_nearest(const Fp4Floats& x, float multiplier, Fp4Codes& codes, Fp4Floats& values) {
+  uint32_t wide[kFp4Block];
+  for (int i = 0; i < kFp4Block; ++i) {
+    const uint32_t bits = bits_of(x[i] * multiplier), sign = bits & 0x80000000u;
+    float magnitude = float_of(bits ^ sign);
+    magnitude = magnitude < kE2m1.max ? magnitude : kE2m1.max;
+    const uint32_t power = fp4_power(magnitude);
+    const float unit = float_of(power) * 0x1p22f, rounded = unit + magnitude;
+    values[i] = float_of(bits_of(rounded - unit) | sign);
+    wide[i] = (fp4_code(bits_of(rounded), power) & 7u) | (sign >> 28);
+  }
+  for (int i = 0; i < kFp4Block; ++i) codes[i] = static_cast<uint8_t>(wide[i]);
+}
+
+// Up or down to a neighbour, as random numbers from 0 to 255 decide.
+inline void fp4_stochastic(const Fp4Floats& x, float multiplier, const Fp4Codes& random, Fp4Codes& codes) {
+  const auto step_of = [](float v) { return fp4_power(v < 4.0f ? v : 4.0f); };  // twice the step
+  uint32_t wide[kFp4Block];
+  for (int i = 0; i < kFp4Block; ++i) {
+    const uint32_t bits = bits_of(x[i] * multiplier), sign = bits & 0x80000000u;
+    float magnitude = float_of(bits ^ sign);
+    magnitude = magnitude < 8.0f ? magnitude : 8.0f;  // above 6 in any case, and a small count
+    const float u = (static_cast<float>(random[i]) + 0.5f) * 0x1p-8f;
+    const float raised = magnitude + u * (float_of(step_of(magnitude)) * 0.5f);
+    const uint32_t power = step_of(raised);
+    const float inverse = float_of(0x7F800000u - power);  // 2 / power
+    const uint32_t code = fp4_code(static_cast<uint32_t>(static_cast<int32_t>(raised * inverse)), power);
+    wide[i] = (code < 7u ? code : 7u) | (sign >> 28);
+  }
+  for (int i = 0; i < kFp4Block; ++i) codes[i] = static_cast<uint8_t>(wide[i]);
+}
+
+inline void fp4_pack(const Fp4Codes& codes, uint8_t* to) {
+  for (int i = 0; i < kFp4Block / 2; ++i)
+    to[i] = static_cast<uint8_t>(codes[2 * i] | (codes[2 * i + 1] << 4));
 }
 
 // Philox4x32-10: 16 random bytes, by the index of a block in its output.
-inline void fp4_random(const int64_t* seed, bool columnwise, uint64_t block, uint8_t bytes[kFp4Block]) {
+inline void fp4_random(const int64_t* seed, bool columnwise, uint64_t block, uint8_t (&bytes)[kFp4Block]) {
   const auto key = static_cast<uint64_t>(seed[0]);
   const uint64_t offset = static_cast<uint64_t>(seed[1]) ^ (columnwise ? uint64_t{1} << 63 : 0);
   uint32_t k0 = static_cast<uint32_t>(key), k1 = static_cast<uint32_t>(key >> 32);

@@ -89,7 +89,7 @@ inline void nvfp4_turn(const void* x, In in, int64_t M, int64_t K, void* to) {
   in == In::f32 ? run(uint32_t{}) : run(uint16_t{});
 }
 
-// The transform of x along its columns, as (K, M) in bfloat16. M is a multiple of 16.
+// The transform of x (bf16 or f32) along its columns, as (K, M) in bfloat16. M is a multiple of 16.
 inline void nvfp4_rotate(const void* x, In in, int64_t M, int64_t K, uint32_t sign_mask, uint16_t* to) {
   const auto run = [&](auto square) {
     detail::for_squares(M, K, [&](int64_t m, int64_t k, int columns) {
@@ -97,9 +97,7 @@ inline void nvfp4_rotate(const void* x, In in, int64_t M, int64_t K, uint32_t si
              to + k * M + m, M);
     });
   };
-  if (in == In::f32) return run(detail::rotate_square<In::f32>);
-  if (in == In::f16) return run(detail::rotate_square<In::f16>);
-  run(detail::rotate_square<In::bf16>);
+  in == In::bf16 ? run(detail::rotate_square<In::bf16>) : run(detail::rotate_square<In::f32>);
 }
 
 }  // namespace tejit::cpu

@@ -11,6 +11,9 @@
 #include "nvfp4/args.h"
 #include "nvfp4/launch.h"
 
+// Tensors of the stable ABI are hidden, so what holds them must be.
+#pragma GCC visibility push(hidden)
+
 namespace tejit {
 namespace nvfp4 {
 
@@ -189,10 +192,22 @@ inline void direction_on_cpu(const Mode& mode, const void* x, cpu::In in, std::i
   cpu::nvfp4_store_amax(amax, count, e4m3_max, out.amax);
 }
 
+// float16 is exact in float32, whose kernels serve it: kernels of its own would cost every first import more
+// than they save the few who train in it.
+struct Input {
+  Tensor values;
+  cpu::In in;
+};
+
+inline Input input_on_cpu(const Tensor& x, int dtype) {
+  const auto in = static_cast<cpu::In>(dtype);
+  if (in != cpu::In::f16) return {as_contiguous(x), in};
+  return {as_contiguous(torch::stable::to(x, torch::headeronly::ScalarType::Float)), cpu::In::f32};
+}
+
 inline void quantize_on_cpu(const Tensor& x, int dtype, const Mode& mode, Wanted wanted, const Output& row,
                             const Output& col) {
-  const auto in = static_cast<cpu::In>(dtype);
-  const Tensor values = as_contiguous(x);
+  const auto [values, in] = input_on_cpu(x, dtype);
   const void* from = values.const_data_ptr();
   const Matrix m = matrix_of(shape_of(x));
   if (wanted.row) direction_on_cpu(mode, from, in, m.rows, m.cols, false, row);
@@ -204,8 +219,7 @@ inline void quantize_on_cpu(const Tensor& x, int dtype, const Mode& mode, Wanted
 
 inline Two amax_on_cpu(const Tensor& x, int dtype, bool rowwise, bool columnwise, bool rht, int sign_mask,
                        bool row_scaled, Two out) {
-  const auto in = static_cast<cpu::In>(dtype);
-  const Tensor values = as_contiguous(x);
+  const auto [values, in] = input_on_cpu(x, dtype);
   const void* from = values.const_data_ptr();
   const Matrix m = matrix_of(shape_of(x));
   auto* row = static_cast<float*>(std::get<0>(out).mutable_data_ptr());
@@ -384,3 +398,5 @@ inline Six make_empty(std::vector<std::int64_t> shape, bool rowwise, bool column
 
 }  // namespace nvfp4
 }  // namespace tejit
+
+#pragma GCC visibility pop

@@ -45,11 +45,48 @@ def arguments(device: str) -> list[tuple[str, tuple]]:
     ]
 
 
+def nvfp4_arguments(device: str) -> list[tuple[str, tuple]]:
+    x = torch.randn(32, 48, dtype=torch.bfloat16, device=device)
+    seed, one = torch.tensor([3, 4], device=device), torch.ones(1, device=device)
+    shapes = ((32, 24), (128, 4), (48, 16), (128, 4))
+    row, row_scales, col, col_scales = (torch.zeros(size, dtype=torch.uint8, device=device) for size in shapes)
+    plain = (False, 0xD7E8, False, False, 0, 448, False)
+    rotated, tiles, lines, better = (
+        (True, 0, False, False, 0, 448, True),
+        (False, 0, True, False, 0, 256, False),
+        (False, 0, False, True, 0, 448, False),
+        (False, 0, True, False, 2, 256, False),
+    )
+    return [
+        ("nvfp4_quantize", (x, True, True, *plain, None, None, None)),
+        ("nvfp4_quantize", (x, True, True, *rotated, seed, None, one)),
+        ("nvfp4_quantize", (x, True, False, *tiles, None, one, None)),
+        ("nvfp4_quantize", (x[:5], True, False, *lines, None, None, None)),
+        ("nvfp4_quantize", (x[:, :0], False, True, *better, None, None, None)),
+        ("nvfp4_quantize_out", (x, *plain, seed, None, None, one * 0, row, row_scales, None, None, one.clone(), None)),
+        ("nvfp4_quantize_out", (x, *tiles, None, one, one, None, row, row_scales, col, col_scales, one * 2, one * 3)),
+        ("nvfp4_amax", (x, True, True, True, 0xD7E8, False)),
+        ("nvfp4_amax", (x[:5], True, False, False, 0, True)),
+        ("nvfp4_make_empty", ([32, 48], True, True, True, torch.device(device), False)),
+        ("nvfp4_make_empty", ([16], True, False, False, torch.device(device), False)),
+    ]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("index", range(11))
+def test_opcheck_nvfp4(index, device, need_kernels) -> None:
+    need_kernels(device)
+    check(*nvfp4_arguments(device)[index])
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("index", range(len(arguments("cpu"))))
 def test_opcheck(index, device, need_kernels) -> None:
     need_kernels(device)
-    name, values = arguments(device)[index]
+    check(*arguments(device)[index])
+
+
+def check(name: str, values: tuple) -> None:
     op = getattr(torch.ops.tejit, name).default
     utils = ["test_schema", "test_autograd_registration", "test_faketensor"]
     if not name.endswith("make_empty"):  # uninitialised outputs cannot be compared
@@ -59,7 +96,7 @@ def test_opcheck(index, device, need_kernels) -> None:
 
 
 def test_every_op_is_checked_here() -> None:
-    checked = {name for name, _ in arguments("cpu")}
+    checked = {name for name, _ in [*arguments("cpu"), *nvfp4_arguments("cpu")]}
     registered = {
         schema.name.removeprefix("tejit::")
         for schema in torch._C._jit_get_all_schemas()

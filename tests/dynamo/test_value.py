@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 
-from tejit import Float8BlockQuantizer, Float8CurrentScalingQuantizer, Quantizer
+from tejit import Float8BlockQuantizer, Float8CurrentScalingQuantizer, NVFP4Quantizer, Quantizer
 from tejit.dynamo import is_value_opaque_quantizer, register_value_opaque_quantizer
 from tejit.dynamo.value import rebuild_quantizer
 
@@ -41,6 +41,9 @@ QUANTIZERS = [
     Float8CurrentScalingQuantizer(torch.float8_e5m2, rowwise=False, force_pow_2_scales=True, amax_epsilon=0.1),
     Float8BlockQuantizer(),
     Float8BlockQuantizer(torch.float8_e5m2, block_scaling_dim=1, force_pow_2_scales=False, amax_epsilon=1e-6),
+    NVFP4Quantizer(),
+    NVFP4Quantizer(with_rht=True, stochastic_rounding=True, with_random_sign_mask=False, columnwise=False),
+    NVFP4Quantizer(nvfp4_use_4over6=True, nvfp4_e4m3_max=256, nvfp4_4over6_err_mode="MSE", with_2d_quantization=True),
     Everything(),
     Everything(factor=INF, child=Float8CurrentScalingQuantizer(amax_epsilon=1e-30)),
     Everything(factor=-INF, mode=Mode.EXACT, number=-(10**20)),

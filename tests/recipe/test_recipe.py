@@ -3,12 +3,21 @@
 import dataclasses
 import pickle
 import threading
+import warnings
 
 import pytest
 import torch
 
 import tejit
-from tejit.recipe import Float8BlockScaling, Float8CurrentScaling, Format, current_recipe, default_recipe
+from tejit.recipe import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    current_recipe,
+    default_recipe,
+)
 
 
 def test_recipes_are_values() -> None:
@@ -89,6 +98,62 @@ def test_every_switch_of_block_scaling_reaches_its_quantizers() -> None:
     assert plain.linear.grad_output.both.fp8_dtype == torch.float8_e4m3fn
     assert switched.linear.grad_output.both.fp8_dtype == torch.float8_e5m2
     assert switched.linear.weight.both.fp8_dtype == torch.float8_e4m3fn
+
+
+def test_mxfp8_block_scaling_and_its_switches() -> None:
+    """NeMo/Megatron-Bridge#638: E4M3 is the default, HYBRID warns."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plain, tiles = MXFP8BlockScaling(), MXFP8BlockScaling(enable_2d_quantization=True)
+    with pytest.warns(UserWarning, match="diverge"):
+        mixed = MXFP8BlockScaling(Format.HYBRID)
+    assert plain == MXFP8BlockScaling() != tiles
+    assert pickle.loads(pickle.dumps(plain)) == plain
+    for recipe, square, backward in (
+        (plain, False, torch.float8_e4m3fn),
+        (tiles, True, torch.float8_e4m3fn),
+        (mixed, False, torch.float8_e5m2),
+    ):
+        linear = recipe.linear
+        assert linear.input.both.fp8_dtype == linear.weight.both.fp8_dtype == torch.float8_e4m3fn
+        assert linear.grad_output.both.fp8_dtype == backward
+        assert linear.weight.both.with_2d_quantization is square
+        assert not linear.input.both.with_2d_quantization
+        assert not linear.grad_output.both.with_2d_quantization
+    with pytest.raises(ValueError, match="E5M2 by E5M2"):
+        MXFP8BlockScaling(Format.E5M2)
+    with pytest.raises(TypeError, match="enable_2d_quantization is 1"):
+        MXFP8BlockScaling(enable_2d_quantization=1)
+
+
+def test_nvfp4_block_scaling_and_its_switches() -> None:
+    def facts(**switches):
+        linear = NVFP4BlockScaling(**switches).linear
+        return {
+            name: (q.both.with_rht, q.both.stochastic_rounding, q.both.with_2d_quantization, q.both.nvfp4_e4m3_max)
+            for name, q in (("x", linear.input), ("w", linear.weight), ("dy", linear.grad_output))
+        }
+
+    plain = {"x": (True, False, False, 448), "w": (False, False, True, 448), "dy": (True, True, False, 448)}
+    assert facts() == plain
+    off = {"x": (False, False, False, 448), "dy": (False, True, False, 448)}
+    assert facts(disable_rht=True) == {**plain, **off}
+    assert facts(disable_stochastic_rounding=True) == {**plain, "dy": (True, False, False, 448)}
+    assert facts(disable_2d_quantization=True) == {**plain, "w": (False, False, False, 448)}
+    assert facts(four_over_six="weights") == {**plain, "w": (False, False, True, 256)}
+    assert facts(four_over_six="activations") == {**plain, **off, "x": (False, False, False, 256)}
+    assert facts(four_over_six="all")["w"] == (False, False, True, 256)
+    assert facts(row_scaled_activation=True) == {**plain, **off}
+    rows = NVFP4BlockScaling(row_scaled_activation=True).linear
+    assert all(q.row_scaled_nvfp4 for q in rows.input)
+    assert not rows.grad_output.both.row_scaled_nvfp4
+    assert NVFP4BlockScaling() == NVFP4BlockScaling() != NVFP4BlockScaling(disable_rht=True)
+    with pytest.raises(ValueError, match="four_over_six is 'gradients'"):
+        NVFP4BlockScaling(four_over_six="gradients")
+    with pytest.raises(TypeError, match="disable_rht is 'no'"):
+        NVFP4BlockScaling(disable_rht="no")
+    with pytest.raises(TypeError, match="disable_rth"):
+        NVFP4BlockScaling(disable_rth=True)
 
 
 def test_force_pow_2_scales_gives_powers_of_two() -> None:
