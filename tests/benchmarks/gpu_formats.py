@@ -4,7 +4,7 @@
 
 The floor is the fewest bytes (x read once, twice where the amax of the whole tensor comes first; every output written
 once) over the rate of a copy of the same tensor in the same run. Times are medians of CUDA-graph replays of the public
-ops, all calls interleaved; input bfloat16. Exits with 1 where a bar is missed.
+ops into given buffers, all calls interleaved; input bfloat16. Exits with 1 where a bar is missed.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import pathlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -22,7 +23,7 @@ from tejit.format_info import E4M3, NVFP4_SIGN_MASK
 from tests.benchmarks import te_library
 from tests.benchmarks.measure import replay_medians, write
 
-Call = Callable[[], tuple[torch.Tensor, ...]]
+Call = Callable[[], object]
 ROW, COL, BOTH = "rowwise", "columnwise", "both"
 USAGES = {ROW: (True, False), COL: (False, True), BOTH: (True, True)}
 #: How much slower than Transformer Engine's kernel ours may be.
@@ -34,61 +35,98 @@ class Case:
     """One call, the bytes it cannot do without, the share of the copy rate it is held to, and its peer there."""
 
     call: Call
+    written: int
     reads: int
     share: float
     peer: str | None = None
 
 
-def cases(x: torch.Tensor) -> dict[str, Case]:
+class Outputs:
+    """Buffers that every call of a run writes into, Transformer Engine's too: none is favoured by where it writes."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        rows, columns = x.shape
+        self.row = torch.empty(rows, columns, device=x.device, dtype=torch.uint8)
+        self.col = torch.empty(columns, rows, device=x.device, dtype=torch.uint8)
+        self.one = torch.empty(1, device=x.device)
+
+    def like(self, sizes: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor | None, ...]:
+        """Buffers as an op would return them (here for a call on the meta device), None for an absent one.
+
+        The data of a direction is a part of ``row`` or ``col``; scales and maxima are their own.
+        """
+        result: list[torch.Tensor | None] = []
+        for index, wanted in enumerate(sizes):
+            if wanted.numel() == 0:
+                result.append(None)
+            elif index in (0, len(sizes) // 2) and wanted.dtype == torch.uint8:
+                result.append((self.col if index else self.row).reshape(-1)[: wanted.numel()].view(wanted.shape))
+            else:
+                result.append(torch.empty(wanted.shape, dtype=wanted.dtype, device=self.one.device))
+        return tuple(result)
+
+
+def cases(x: torch.Tensor, out: Outputs) -> dict[str, Case]:
     """Every format and usage over ``x``, ``(M, K)`` with both sides multiples of 128."""
     ops, code = torch.ops.tejit, E4M3.code
     scale, amax = torch.full((1,), 0.5, device=x.device), torch.zeros(1, device=x.device)
     seed = torch.tensor([1, 2], device=x.device)
+    shape = x.to("meta")
     found: dict[str, Case] = {}
     for name, (row, col) in USAGES.items():
-        usage = (row, col)
         peer = {ROW: "row", BOTH: "both"}.get(name)
 
         def add(
-            label: str, call: Call, reads: int, share: float, te: str | None = None, name: str = name, peer=peer
+            label: str,
+            call: Call,
+            buffers: tuple[torch.Tensor | None, ...],
+            reads: int,
+            share: float,
+            te: str | None = None,
+            name: str = name,
+            peer: str | None = peer,
         ) -> None:
-            found[f"{label} {name}"] = Case(call, reads, share, f"{te} {peer}" if te and peer else None)
+            written = sum(buffer.nbytes for buffer in buffers if buffer is not None)
+            found[f"{label} {name}"] = Case(call, written, reads, share, f"{te} {peer}" if te and peer else None)
 
-        add("delayed", lambda u=usage: ops.fp8_quantize_delayed(x, code, *u, scale, amax), 1, 0.8, "delayed")
-        add("current", lambda u=usage: ops.fp8_quantize_current(x, code, *u, False, 0.0, None), 2, 0.8, "current")
+        data, transpose = (out.row if row else None), (out.col if col else None)
+        call = partial(ops.fp8_quantize_delayed_out, x, code, scale, amax, None, data, transpose, out.one)
+        add("delayed", call, (data, transpose), 1, 0.8, "delayed")
+        call = partial(ops.fp8_quantize_current_out, x, code, False, 0.0, None, None, data, transpose, out.one)
+        add("current", call, (data, transpose), 2, 0.8, "current")
         for dim in (1, 2):
-            call = lambda u=usage, d=dim: ops.fp8_block_quantize(x, code, d, *u, True, 0.0)  # noqa: E731
-            add(f"block {dim}D", call, 1, 0.8, f"block {dim}D")
+            buffers = out.like(ops.fp8_block_quantize(shape, code, dim, row, col, True, 0.0))
+            call = partial(ops.fp8_block_quantize_out, x, code, dim, True, 0.0, None, *buffers)
+            add(f"block {dim}D", call, buffers, 1, 0.8, f"block {dim}D")
         for dim, square in ((1, False), (2, True)):
-            call = lambda u=usage, s=square: ops.mxfp8_quantize(x, code, *u, s, False)  # noqa: E731
-            add(f"MXFP8 {dim}D", call, 1, 0.75)
-
-        def nvfp4(rht: bool, square: bool, seeded: bool, u: tuple[bool, bool] = usage) -> Call:
-            mask = NVFP4_SIGN_MASK if rht else 0
-            given = seed if seeded else None
-            return lambda: ops.nvfp4_quantize(x, *u, rht, mask, square, False, 0, 448, False, given, None, None)
-
+            buffers = out.like(ops.mxfp8_quantize(shape, code, row, col, square, False))
+            call = partial(ops.mxfp8_quantize_out, x, code, square, False, None, *buffers)
+            add(f"MXFP8 {dim}D", call, buffers, 1, 0.75)
         share = {ROW: 0.6}.get(name, 0.45)
-        add("NVFP4", nvfp4(False, False, False), 2, share)
-        add("NVFP4 2D", nvfp4(False, True, False), 2, share)
-        add("NVFP4 SR", nvfp4(False, False, True), 2, 0.3)
+        modes = {"": (False, False, False), " 2D": (False, True, False), " SR": (False, False, True)}
         if col:
-            add("NVFP4 RHT", nvfp4(True, False, False), 2, 0.45)
-            add("NVFP4 RHT SR", nvfp4(True, False, True), 2, 0.3)
+            modes |= {" RHT": (True, False, False), " RHT SR": (True, False, True)}
+        for mode, (rht, square, random) in modes.items():
+            switches = (rht, NVFP4_SIGN_MASK if rht else 0, square, False, 0, 448, False)
+            buffers = out.like(ops.nvfp4_quantize(shape, row, col, *switches, None, None, None))
+            given = (seed if random else None, None, None, None)
+            call = partial(ops.nvfp4_quantize_out, x, *switches, *given, *buffers)
+            add(f"NVFP4{mode}", call, buffers, 2, 0.3 if random else share)
     return found
 
 
 def measure(rows: int, columns: int, only: str, peer: te_library.TransformerEngine | None) -> dict[str, float]:
     x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
     y = torch.empty_like(x)
-    ours = {name: case for name, case in cases(x).items() if only in name}
-    calls: dict[str, Callable[[], object]] = {"copy": lambda: y.copy_(x)}
+    out = Outputs(x)
+    ours = {name: case for name, case in cases(x, out).items() if only in name}
+    calls: dict[str, Call] = {"copy": lambda: y.copy_(x)}
     theirs = {}
     if peer is not None:
         theirs = {
             f"{name} {usage}": call
             for usage, both in (("row", False), ("both", True))
-            for name, call in peer.calls(x, both).items()
+            for name, call in peer.calls(x, out.row, out.col if both else None).items()
         }
     for name, case in ours.items():
         calls[name] = case.call
@@ -99,10 +137,8 @@ def measure(rows: int, columns: int, only: str, peer: te_library.TransformerEngi
     result = {"copy TB/s": 2 * x.nbytes / times["copy"] / 1e6}
     print(f"{rows}x{columns}: copy {result['copy TB/s']:.2f} TB/s")
     for name, case in ours.items():
-        # A round of outputs that are not kept apart counts as written once.
-        written = sum(buffer.nbytes for buffer in case.call())
-        floor = per_byte * (case.reads * x.nbytes + written)
-        once = per_byte * (x.nbytes + written)
+        floor = per_byte * (case.reads * x.nbytes + case.written)
+        once = per_byte * (x.nbytes + case.written)
         result[f"{name} us"], result[f"{name} of the copy rate"] = times[name], floor / times[name]
         line = f"  {name:24} {times[name]:7.1f} us, {100 * floor / times[name]:5.1f}% of the copy rate"
         line += f" (bar {100 * case.share:.0f}%)"

@@ -85,13 +85,17 @@ class TransformerEngine:
         self._library.nvte_set_quantization_config_attribute(config, _POW2_SCALES, ctypes.byref(flag), 1)
         return config
 
-    def calls(self, x: torch.Tensor, both: bool) -> dict[str, Callable[[], object]]:
-        """Calls by name ("delayed", "current", "block 1D", "block 2D") that quantize ``x``, bfloat16, to E4M3."""
+    def calls(self, x: torch.Tensor, row: torch.Tensor, col: torch.Tensor | None) -> dict[str, Callable[[], object]]:
+        """Calls by name ("delayed", "current", "block 1D", "block 2D") that quantize ``x``, bfloat16, to E4M3.
+
+        They write into ``row`` (uint8, the shape of ``x``) and, where it is given, ``col`` (uint8, transposed).
+        """
         library, device = self._library, x.device
         rows, columns = x.shape
-        data = {"row": torch.empty(rows, columns, device=device, dtype=torch.float8_e4m3fn)}
-        if both:
-            data["col"] = torch.empty(columns, rows, device=device, dtype=torch.float8_e4m3fn)
+        both = col is not None
+        data = {"row": row.view(torch.float8_e4m3fn)}
+        if col is not None:
+            data["col"] = col.view(torch.float8_e4m3fn)
 
         def one() -> torch.Tensor:
             return torch.ones(1, device=device)
