@@ -180,6 +180,11 @@ TEJIT_DEVICE void copy16(void* shared, const void* global, bool there, u64 polic
                : "memory");
 }
 
+// The line at an address to L2, for a load that comes later.
+TEJIT_DEVICE void prefetch_line(const void* p) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+}
+
 // What is left of a dimension, as an int: tiles and chunks are small, tensors need not be.
 TEJIT_DEVICE int clamp_left(i64 left) {
   return left < (1 << 30) ? static_cast<int>(left) : (1 << 30);

@@ -76,6 +76,13 @@ struct TileCast {
     }
   }
 
+  // Half a row of a later tile to L2: memory has work while this block of threads computes.
+  TEJIT_DEVICE void prefetch(u32 first_row, u32 first_col) const {
+    const u32 row = first_row + threadIdx.x / 2, column = first_col + threadIdx.x % 2 * (kCols / 2);
+    if (row < rows && column < cols)
+      prefetch_line(static_cast<const u16*>(args.x) + (static_cast<u64>(row) * cols + column));
+  }
+
   // Where a thread's block begins: of row warp * 16 + lane / 8, and of every fourth row below it.
   TEJIT_DEVICE int own_block() const {
     return (warp * kBlock + lane / 8) * kChunks + place(warp, lane % 8 * 2);
@@ -180,12 +187,10 @@ struct TileCast {
     const u32 across = (cols + kCols - 1) / kCols, down = (rows + kRows - 1) / kRows;
     const u32 step_down = gridDim.x / across, step_across = gridDim.x - step_down * across;
     u32 tile_row = blockIdx.x / across, tile_col = blockIdx.x - tile_row * across;
-    const auto fetch_tile = [&] {
-      row0 = tile_row * kRows;
-      col0 = tile_col * kCols;
-      if (tile_row < down) fetch();
-    };
-    fetch_tile();
+    if (tile_row >= down) return;
+    row0 = tile_row * kRows;
+    col0 = tile_col * kCols;
+    fetch();
     wait_for_previous_kernel();
     if (row)
       row_scales =
@@ -196,9 +201,17 @@ struct TileCast {
     row_random = random_of(kRandom ? args.seed : nullptr, false);
     col_random = random_of(kRandom ? args.seed : nullptr, true);
 #pragma unroll 1
-    while (tile_row < down) {
+    for (;;) {
+      tile_row += step_down;
+      tile_col += step_across;
+      if (tile_col >= across) {
+        tile_col -= across;
+        ++tile_row;
+      }
+      const bool more = tile_row < down;
       wait_for_copies();
       __syncthreads();
+      if (more) prefetch(tile_row * kRows, tile_col * kCols);
       u32 amax = 0;
       if (square) {
         amax = tile_amax();
@@ -206,14 +219,11 @@ struct TileCast {
       }
       if (row) rowwise(amax);
       if (col) columnwise();
-      tile_row += step_down;
-      tile_col += step_across;
-      if (tile_col >= across) {
-        tile_col -= across;
-        ++tile_row;
-      }
+      if (!more) return;
       __syncthreads();  // nobody reads this tile any more
-      fetch_tile();
+      row0 = tile_row * kRows;
+      col0 = tile_col * kCols;
+      fetch();
     }
   }
 };
