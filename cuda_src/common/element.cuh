@@ -1,8 +1,8 @@
 // The input dtypes: how their elements are loaded in vectors, how they widen to float32 (always exact), and
 // running maxima of |x| that ignore NaN, of a whole vector or of each column in a word.
 //
-// bfloat16, in which most training runs, has kernels of its own. float32 and float16 share kernels: `Any` holds
-// float32 in registers, and which of the two lies in memory is known when a kernel starts.
+// bfloat16, in which most training runs, has kernels of its own. float32 and float16 share kernels: `Any`
+// holds float32 in registers, and which of the two lies in memory is known when a kernel starts.
 #pragma once
 
 #include "common/ptx.cuh"
@@ -29,8 +29,8 @@ struct BF16 {
   // What was loaded, as the other functions take it.
   TEJIT_DEVICE static uint4 settled(uint4 v) { return v; }
 
-  // Elements one by one: a word with one of them, and kPerVector of these pushed into a settled vector, in their
-  // order.
+  // Elements one by one: a word with one of them, and kPerVector of these pushed into a settled vector, in
+  // their order.
   TEJIT_DEVICE static u32 load_word(const void* x, i64 i) { return load2(static_cast<const u16*>(x) + i); }
 
   TEJIT_DEVICE static uint4 push(uint4 v, u32 word) {

@@ -56,8 +56,7 @@ TEJIT_DEVICE void amax_partial(const AmaxArgs& args) {
 #pragma unroll
       for (int i = 0; i < Plan::kVectors; ++i) {
         v[i] = make_uint4(0, 0, 0, 0);
-        if (i * Plan::kThreads < left)
-          v[i] = type.template load_vector<Plan::kLoad>(from + i * step, policy);
+        if (i * Plan::kThreads < left) v[i] = type.template load_vector<Plan::kLoad>(from + i * step, policy);
       }
     }
 #pragma unroll

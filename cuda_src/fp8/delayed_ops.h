@@ -17,7 +17,8 @@ inline void require_state(const char* op, const char* name, const Tensor& t, con
   const std::vector<std::int64_t> shape = {1};
   if (dtype_of(t) != aoti_torch_dtype_float32() || !same_shape(t.sizes(), shape)) {
     fail(op, ": ", name, " has dtype ", dtype_name(dtype_of(t)), " and shape ", shape_name(t.sizes()),
-         ", but float32 and shape (1,) are needed: one value a tensor, for example torch.ones(1, device=x.device)");
+         ", but float32 and shape (1,) are needed: one value a tensor, for example torch.ones(1, "
+         "device=x.device)");
   }
 }
 
@@ -44,7 +45,8 @@ inline void delayed_on_cpu(const Tensor& x, int dtype, int fp8, const State& sta
   const float seen = cpu::fp8_amax(values.const_data_ptr(), in, x.numel());
   if (seen > *state.amax) *state.amax = seen;  // a NaN there stays, as in torch.maximum
   const Matrix m = matrix_of(shape_of(x));
-  if (out.row || out.col) cpu::fp8_cast(values.const_data_ptr(), in, m.rows, m.cols, scale, fp8, out.row, out.col);
+  if (out.row || out.col)
+    cpu::fp8_cast(values.const_data_ptr(), in, m.rows, m.cols, scale, fp8, out.row, out.col);
 }
 
 inline Three quantize_delayed_cpu(const Tensor& x, std::int64_t fp8, bool data, bool transpose,
@@ -57,8 +59,8 @@ inline Three quantize_delayed_cpu(const Tensor& x, std::int64_t fp8, bool data, 
   return tensors;
 }
 
-inline void quantize_delayed_out_cpu(const Tensor& x, std::int64_t fp8, const Tensor& scale, const Tensor& amax,
-                                     const MaybeTensor noop, const MaybeTensor data,
+inline void quantize_delayed_out_cpu(const Tensor& x, std::int64_t fp8, const Tensor& scale,
+                                     const Tensor& amax, const MaybeTensor noop, const MaybeTensor data,
                                      const MaybeTensor transpose, const Tensor& scale_inv) {
   const Scaling s = scaling(kDelayedOutOp, fp8, false, 0.0);
   const int dtype = input_dtype(kDelayedOutOp, x);
@@ -92,15 +94,16 @@ inline Three quantize_delayed_cuda(const Tensor& x, std::int64_t fp8, bool data,
   return tensors;
 }
 
-inline void quantize_delayed_out_cuda(const Tensor& x, std::int64_t fp8, const Tensor& scale, const Tensor& amax,
-                                      const MaybeTensor noop, const MaybeTensor data,
+inline void quantize_delayed_out_cuda(const Tensor& x, std::int64_t fp8, const Tensor& scale,
+                                      const Tensor& amax, const MaybeTensor noop, const MaybeTensor data,
                                       const MaybeTensor transpose, const Tensor& scale_inv) {
   const Scaling s = scaling(kDelayedOutOp, fp8, false, 0.0);
   const int dtype = input_dtype(kDelayedOutOp, x);
   const State state = state_of(kDelayedOutOp, x, scale, amax);
   check_outputs(kDelayedOutOp, x, noop, data, transpose, scale_inv);
   const DeviceGuard guard(device_of(x).index);
-  delayed_on_cuda(x, dtype, s.fp8, state, pointer_to<const float>(noop), outputs_of(data, transpose, scale_inv));
+  delayed_on_cuda(x, dtype, s.fp8, state, pointer_to<const float>(noop),
+                  outputs_of(data, transpose, scale_inv));
 }
 
 }  // namespace fp8
