@@ -6,10 +6,10 @@
 
 #include <cstdint>
 #include <cstring>
+#include <limits>
 
 #include "elements.h"
 #include "fp8_amax.h"
-#include "fp8_encode.h"
 #include "nvfp4_rules.h"
 #include "nvfp4_turn.h"
 #include "parallel.h"
@@ -72,48 +72,84 @@ inline uint32_t block_largest(const uint8_t* x) {
   }
 }
 
-// kBytes pairs of elements, one a byte with its sign in bit 7, to as many packed bytes.
-inline simd::Int packed_nibbles(simd::Int low, simd::Int high) {
-  const auto nibbles = [](simd::Int pairs) {
-    simd::Int w = simd::or_and(pairs & simd::fill16(0x7), simd::shr16<4>(pairs), simd::fill16(0x78));
-    return simd::or_and(w, simd::shr16<8>(pairs), simd::fill16(0x80));
+// The multipliers of the register number r of a panel whose blocks have these.
+template <In in>
+inline simd::Float multiplier_of(const float* multipliers, int r) {
+  constexpr int elements = static_cast<int>(simd::kBytes / bytes_of(in));
+#if defined(TEJIT_CPU_AVX512)
+  if constexpr (elements == 2 * kFp4Block)
+    return _mm512_insertf32x8(_mm512_set1_ps(multipliers[2 * r]), _mm256_set1_ps(multipliers[2 * r + 1]), 1);
+#endif
+  return simd::fill(multipliers[r * elements / kFp4Block]);
+}
+
+// Lanes of |x| to codes without sign, in the low three bits. What Fp8Encoder does, for E2M1.
+inline simd::Int nearest_lanes(simd::Int magnitude, simd::Float multiplier) {
+  const simd::Float y = simd::min(simd::mul(simd::as_float(magnitude), multiplier), simd::fill(kE2m1.max));
+  const simd::Int power = simd::as_int(simd::max(y, simd::fill(1.0f))) & simd::fill32(0x7F800000u);
+  const simd::Int rounded = simd::as_int(simd::mul_add(simd::as_float(power), simd::fill(0x1p22f), y));
+  return simd::add32(simd::add32(rounded, simd::shr32<22>(power)), simd::fill32(2)) & simd::fill32(7);
+}
+
+// 2 * kBytes elements from register r of the panel at x to packed codes.
+template <In in>
+inline simd::Int nearest_bytes(const uint8_t* x, const float* multipliers, int r) {
+  const auto lanes = [&](int i) {
+    const simd::Int v = simd::load(x + (r + i) * simd::kBytes);
+    const simd::Float m = multiplier_of<in>(multipliers, r + i);
+    if constexpr (in == In::f32) {
+      return simd::or_and(nearest_lanes(v & simd::fill32(0x7FFFFFFFu), m), simd::shr32<28>(v),
+                          simd::fill32(8));
+    } else {  // a lane holds two elements, which become one byte
+      const simd::Int even = nearest_lanes(simd::shl32<16>(v & simd::fill32(0x7FFF)), m);
+      const simd::Int odd = nearest_lanes(v & simd::fill32(0x7FFF0000u), m);
+      const simd::Int both = simd::or_and(even, simd::shl32<4>(odd), simd::fill32(0x70));
+      return simd::or_and(simd::or_and(both, simd::shr32<12>(v), simd::fill32(8)), simd::shr32<24>(v),
+                          simd::fill32(0x80));
+    }
   };
-  return simd::pack16(nibbles(low), nibbles(high));
+  const auto four = [&](int i) { return simd::pack32(lanes(i), lanes(i + 1), lanes(i + 2), lanes(i + 3)); };
+  if constexpr (in == In::f32) {
+    const auto pairs = [](simd::Int w) {
+      return simd::or_and(w & simd::fill16(0x0F), simd::shr16<4>(w), simd::fill16(0xF0));
+    };
+    return simd::pack16(pairs(four(0)), pairs(four(4)));
+  } else {
+    return four(0);
+  }
 }
 
 // `count` <= kPanel blocks at x to nearest, each with its multiplier. `multipliers` can be read beyond count.
 template <In in>
-inline void encode_nearest(const Fp8Encoder& encoder, const uint8_t* x, int count, const float* multipliers,
-                           uint8_t* to) {
+inline void encode_nearest(const uint8_t* x, int count, const float* multipliers, uint8_t* to) {
   constexpr int64_t size = bytes_of(in);
-  constexpr int step = 2 * Fp8Encoder::kElements, blocks = step / kFp4Block;
-  for (int j = 0; j < count; j += blocks) {
-    alignas(64) float scales[step];
-    for (int b = 0; b < blocks; ++b) {
-      const int first = b * kFp4Block, base = first / Fp8Encoder::kElements * Fp8Encoder::kElements;
-#pragma GCC unroll 16
-      for (int i = 0; i < kFp4Block; ++i)
-        scales[base + Fp8Encoder::scale_lane<in>(first - base + i)] = multipliers[j + b];
-    }
-    const uint8_t* from = x + j * kFp4Block * size;
-    alignas(64) uint8_t padded[step * size], codes[simd::kBytes];
-    const int left = count - j;
-    if (left < blocks) {
-      std::memset(padded, 0, sizeof padded);
-      std::memcpy(padded, from, static_cast<size_t>(left * kFp4Block * size));
-      from = padded;
-    }
-    const simd::Int packed = packed_nibbles(
-        encoder.template full<in>(from, scales),
-        encoder.template full<in>(from + Fp8Encoder::kElements * size, scales + Fp8Encoder::kElements));
-    uint8_t* out = to + j * (kFp4Block / 2);
-    if (left < blocks) {
-      simd::store(codes, packed);
-      std::memcpy(out, codes, static_cast<size_t>(left * (kFp4Block / 2)));
-    } else {
-      simd::store(out, packed);
-    }
+  constexpr int blocks = 2 * simd::kBytes / kFp4Block, registers = static_cast<int>(2 * size);
+  int j = 0, r = 0;
+  for (; j + blocks <= count; j += blocks, r += registers)
+    simd::store(to + j * (kFp4Block / 2), nearest_bytes<in>(x, multipliers, r));
+  if (j < count) {
+    alignas(64) uint8_t padded[2 * simd::kBytes * size] = {}, codes[simd::kBytes];
+    std::memcpy(padded, x + j * kFp4Block * size, static_cast<size_t>((count - j) * kFp4Block * size));
+    simd::store(codes, nearest_bytes<in>(padded, multipliers + j, 0));
+    std::memcpy(to + j * (kFp4Block / 2), codes, static_cast<size_t>((count - j) * (kFp4Block / 2)));
   }
+}
+
+// E4M3 scales of a panel of blocks, from their maxima, and the multipliers that follow.
+template <In in>
+inline void panel_scales(const uint32_t* largest, const Fp4Scales& s, uint8_t* scales, float* multipliers) {
+  constexpr uint32_t min_normal = static_cast<uint32_t>(kE4m3.min_exponent) << 23;
+  uint32_t wide[kPanel];
+  for (int j = 0; j < kPanel; ++j) {  // all of them: a fixed count is vectorised
+    float v = (in == In::f32 ? float_of(largest[j]) : float_of(largest[j] << 16)) * s.sixth;
+    v = v < kE4m3.max ? v : kE4m3.max;
+    const uint32_t bits = bits_of(v), power = (bits > min_normal ? bits : min_normal) & 0x7F800000u;
+    const float unit = float_of(power) * 0x1p20f, rounded = unit + v;
+    wide[j] = (bits_of(rounded) + (power >> 20) - (min_normal >> 20)) & 0x7Fu;
+    const float t = 1.0f / ((rounded - unit) * s.decode), most = std::numeric_limits<float>::max();
+    multipliers[j] = t < most ? t : most;
+  }
+  for (int j = 0; j < kPanel; ++j) scales[j] = static_cast<uint8_t>(wide[j]);
 }
 
 template <In in>
@@ -188,56 +224,48 @@ inline uint8_t encode_four_over_six(const Nvfp4& job, const Fp4Scales& s, float 
 template <In in>
 TEJIT_NOINLINE inline void nvfp4_rows(const Nvfp4& job, int64_t begin, int64_t end) {
   constexpr int64_t size = bytes_of(in);
-  constexpr uint8_t nan = static_cast<uint8_t>(kNanCode);
+  constexpr int packed = kFp4Block / 2;
   const int height = job.square ? kFp4Block : 1;
+  const bool better_of_two = job.four_over_six != kNoFourOverSix;
   const int64_t blocks = job.cols / kFp4Block, pitch = job.cols * size;
-  const Fp8Encoder encoder(1.0f, kE2m1);
   Fp4Scales s = fp4_scales(job.amax[0], job.e4m3_max);
-  float table[128];
-  for (int i = 0; i < 128; ++i) table[i] = fp4_multiplier(static_cast<uint8_t>(i), s.decode);
   for (int64_t row = begin * height; row < end * height; row += height) {
     if (job.row_scaled) s = fp4_scales(job.amax[row], job.e4m3_max);
     for (int64_t first = 0; first < blocks; first += kPanel) {
       const int count = static_cast<int>(blocks - first < kPanel ? blocks - first : kPanel);
       const uint8_t* x = static_cast<const uint8_t*>(job.x) + row * pitch + first * kFp4Block * size;
-      uint8_t* to = job.data + (row * blocks + first) * (kFp4Block / 2);
+      uint8_t* to = job.data + (row * blocks + first) * packed;
       uint32_t largest[kPanel] = {};
+      bool any_nan = false;
       for (int r = 0; r < height; ++r) {
         for (int j = 0; j < count; ++j) {
           const uint32_t bits = block_largest<in>(x + r * pitch + j * kFp4Block * size);
           largest[j] = bits > largest[j] ? bits : largest[j];
+          any_nan |= bits > infinity_bits(in);
         }
       }
       uint8_t scales[kPanel];
-      float multipliers[kPanel] = {};
-      bool any_nan = false;
-      for (int j = 0; j < count; ++j) {
-        if (largest[j] > infinity_bits(in)) {
-          scales[j] = nan;
-          multipliers[j] = 1.0f;
-          any_nan = true;
-        } else if (job.four_over_six != kNoFourOverSix) {
-          scales[j] = encode_four_over_six<in>(job, s, to_float(in, largest[j]), x + j * kFp4Block * size,
-                                               pitch, height, to + j * (kFp4Block / 2));
-        } else {
-          scales[j] = e4m3_byte(to_float(in, largest[j]) * s.sixth);
-          multipliers[j] = job.row_scaled ? fp4_multiplier(scales[j], s.decode) : table[scales[j]];
-        }
-      }
+      float multipliers[kPanel];
+      panel_scales<in>(largest, s, scales, multipliers);
+      for (int j = 0; better_of_two && j < count; ++j)
+        scales[j] = encode_four_over_six<in>(job, s, to_float(in, largest[j]), x + j * kFp4Block * size,
+                                             pitch, height, to + j * packed);
       for (int r = 0; r < height; ++r) {
         const uint8_t* line = x + r * pitch;
-        uint8_t* codes = to + r * blocks * (kFp4Block / 2);
-        if (job.four_over_six == kNoFourOverSix && job.seed == nullptr)
-          encode_nearest<in>(encoder, line, count, multipliers, codes);
-        for (int j = 0; j < count; ++j) {
-          job.scales.at(row + r, first + j) = scales[j];
-          if (job.seed != nullptr)
+        uint8_t* codes = to + r * blocks * packed;
+        if (job.seed != nullptr) {
+          for (int j = 0; j < count; ++j)
             encode_stochastic<in>(job, row + r, first + j, line + j * kFp4Block * size, multipliers[j],
-                                  codes + j * (kFp4Block / 2));
+                                  codes + j * packed);
+        } else if (!better_of_two) {
+          encode_nearest<in>(line, count, multipliers, codes);
         }
         for (int j = 0; any_nan && j < count; ++j) {
-          if (scales[j] == nan) std::memset(codes + j * (kFp4Block / 2), 0, kFp4Block / 2);
+          if (largest[j] <= infinity_bits(in)) continue;
+          scales[j] = static_cast<uint8_t>(kNanCode);
+          std::memset(codes + j * packed, 0, packed);
         }
+        job.scales.write(row + r, first, scales, count);
       }
     }
     for (int r = 0; r < height; ++r) job.scales.zero(row + r, blocks);

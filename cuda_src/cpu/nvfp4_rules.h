@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 #include <limits>
 
 #include "elements.h"
@@ -127,6 +128,13 @@ struct Fp4ScaleMap {
   uint8_t& at(int64_t i, int64_t j) const {
     if (!swizzled) return scales[i * cols + j];
     return scales[(i / 128 * (cols / 4) + j / 4) * 512 + i % 32 * 16 + i % 128 / 32 * 4 + j % 4];
+  }
+  void write(int64_t i, int64_t first, const uint8_t* bytes, int count) const {
+    if (!swizzled) {
+      std::memcpy(scales + i * cols + first, bytes, static_cast<size_t>(count));
+    } else {
+      for (int j = 0; j < count; ++j) at(i, first + j) = bytes[j];
+    }
   }
   void zero(int64_t i, int64_t from) const {
     for (int64_t j = from; j < cols; ++j) at(i, j) = 0;

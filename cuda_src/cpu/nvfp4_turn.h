@@ -6,7 +6,6 @@
 #include <cstring>
 
 #include "elements.h"
-#include "fp8_amax.h"
 #include "nvfp4_rules.h"
 #include "parallel.h"
 
@@ -14,7 +13,7 @@ namespace tejit::cpu {
 
 namespace detail {
 
-constexpr int kTurnColumns = 256;  // of x, that one piece of work covers
+constexpr int kTurnRows = 64, kTurnColumns = 256;  // of x, that one share of the work covers
 
 inline uint16_t bf16_bits(float value) {
   const uint32_t bits = bits_of(value);
@@ -22,35 +21,50 @@ inline uint16_t bf16_bits(float value) {
   return static_cast<uint16_t>((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
 }
 
-// f(m, k, columns) for pieces of (up to, below) 16 rows by up to 16 columns.
+// f(m, k, rows, columns) for pieces of up to 64 rows by `width` columns.
 template <class F>
-inline void for_squares(int64_t M, int64_t K, const F& f) {
+inline void for_pieces(int64_t M, int64_t K, int width, const F& f) {
   const int64_t across = (K + kTurnColumns - 1) / kTurnColumns;
-  parallel_for((M + kFp4Block - 1) / kFp4Block * across, 8, [&](int64_t begin, int64_t end) {
+  parallel_for((M + kTurnRows - 1) / kTurnRows * across, 2, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      const int64_t m = i / across * kFp4Block, first = i % across * kTurnColumns;
+      const int64_t m = i / across * kTurnRows, first = i % across * kTurnColumns;
       const int64_t last = first + kTurnColumns < K ? first + kTurnColumns : K;
-      for (int64_t k = first; k < last; k += kFp4Block)
-        f(m, k, static_cast<int>(last - k < kFp4Block ? last - k : kFp4Block));
+      const int rows = static_cast<int>(M - m < kTurnRows ? M - m : kTurnRows);
+      for (int64_t k = first; k < last; k += width)
+        f(m, k, rows, static_cast<int>(last - k < width ? last - k : width));
     }
   });
 }
 
+// As wide as a cache line of x: lines of far apart rows fall into one set of the cache, and do not stay
+// there.
 template <class Element>
-TEJIT_NOINLINE inline void turn_square(const Element* x, int64_t K, int rows, int columns, Element* to,
-                                       int64_t M) {
-  Element square[kFp4Block][kFp4Block];
-  for (int i = 0; i < rows; ++i) {
-    for (int j = 0; j < columns; ++j) square[j][i] = x[i * K + j];
-  }
+constexpr int kPieceWidth = 64 / sizeof(Element);
+
+template <class Element>
+using Piece = Element[kPieceWidth<Element>][kTurnRows];
+
+template <class Element>
+inline void write_piece(const Piece<Element>& piece, int rows, int columns, Element* to, int64_t M) {
   for (int j = 0; j < columns; ++j)
-    std::memcpy(to + j * M, square[j], static_cast<size_t>(rows) * sizeof(Element));
+    std::memcpy(to + j * M, piece[j], static_cast<size_t>(rows) * sizeof(Element));
 }
 
+template <class Element>
+TEJIT_NOINLINE inline void turn_piece(const Element* x, int64_t K, int rows, int columns, Element* to,
+                                      int64_t M) {
+  Piece<Element> piece;
+  for (int i = 0; i < rows; ++i) {
+    for (int j = 0; j < columns; ++j) piece[j][i] = x[i * K + j];
+  }
+  write_piece(piece, rows, columns, to, M);
+}
+
+// 16 rows of x, 16 columns of which the first `columns` are there, to columns of a piece, from row `at` on.
 template <In in>
-TEJIT_NOINLINE inline void rotate_square(const uint8_t* x, int64_t K, int columns, uint32_t sign_mask,
-                                         uint16_t* to, int64_t M) {
-  float a[kFp4Block][kFp4Block] = {};
+inline void rotate_square(const uint8_t* x, int64_t K, int columns, uint32_t sign_mask, int at,
+                          uint16_t (*piece)[kTurnRows]) {
+  float a[kFp4Block][kFp4Block];
   for (int i = 0; i < kFp4Block; ++i) {
     alignas(64) uint8_t line[kFp4Block * bytes_of(in)] = {};
     std::memcpy(line, x + i * K * bytes_of(in), static_cast<size_t>(columns * bytes_of(in)));
@@ -67,11 +81,21 @@ TEJIT_NOINLINE inline void rotate_square(const uint8_t* x, int64_t K, int column
       }
     }
   }
-  for (int j = 0; j < columns; ++j) {
-    uint16_t column[kFp4Block];
-    for (int i = 0; i < kFp4Block; ++i) column[i] = bf16_bits(a[i][j] * 0.25f);
-    std::memcpy(to + j * M, column, sizeof column);
+  for (int i = 0; i < kFp4Block; ++i) {
+    for (int j = 0; j < kFp4Block; ++j) piece[j][at + i] = bf16_bits(a[i][j] * 0.25f);
   }
+}
+
+template <In in>
+TEJIT_NOINLINE inline void rotate_piece(const uint8_t* x, int64_t K, int rows, int columns,
+                                        uint32_t sign_mask, uint16_t* to, int64_t M) {
+  Piece<uint16_t> piece;
+  for (int i = 0; i < rows; i += kFp4Block) {
+    for (int j = 0; j < columns; j += kFp4Block)
+      rotate_square<in>(x + (i * K + j) * bytes_of(in), K, columns - j < kFp4Block ? columns - j : kFp4Block,
+                        sign_mask, i, piece + j);
+  }
+  write_piece(piece, rows, columns, to, M);
 }
 
 }  // namespace detail
@@ -80,10 +104,9 @@ TEJIT_NOINLINE inline void rotate_square(const uint8_t* x, int64_t K, int column
 inline void nvfp4_turn(const void* x, In in, int64_t M, int64_t K, void* to) {
   const auto run = [&](auto element) {
     using Element = decltype(element);
-    detail::for_squares(M, K, [&](int64_t m, int64_t k, int columns) {
-      const int rows = static_cast<int>(M - m < kFp4Block ? M - m : kFp4Block);
-      detail::turn_square(static_cast<const Element*>(x) + m * K + k, K, rows, columns,
-                          static_cast<Element*>(to) + k * M + m, M);
+    detail::for_pieces(M, K, detail::kPieceWidth<Element>, [&](int64_t m, int64_t k, int rows, int columns) {
+      detail::turn_piece(static_cast<const Element*>(x) + m * K + k, K, rows, columns,
+                         static_cast<Element*>(to) + k * M + m, M);
     });
   };
   in == In::f32 ? run(uint32_t{}) : run(uint16_t{});
@@ -91,13 +114,13 @@ inline void nvfp4_turn(const void* x, In in, int64_t M, int64_t K, void* to) {
 
 // The transform of x (bf16 or f32) along its columns, as (K, M) in bfloat16. M is a multiple of 16.
 inline void nvfp4_rotate(const void* x, In in, int64_t M, int64_t K, uint32_t sign_mask, uint16_t* to) {
-  const auto run = [&](auto square) {
-    detail::for_squares(M, K, [&](int64_t m, int64_t k, int columns) {
-      square(static_cast<const uint8_t*>(x) + (m * K + k) * bytes_of(in), K, columns, sign_mask,
-             to + k * M + m, M);
+  const auto run = [&](auto piece) {
+    detail::for_pieces(M, K, detail::kPieceWidth<uint16_t>, [&](int64_t m, int64_t k, int rows, int columns) {
+      piece(static_cast<const uint8_t*>(x) + (m * K + k) * bytes_of(in), K, rows, columns, sign_mask,
+            to + k * M + m, M);
     });
   };
-  in == In::bf16 ? run(detail::rotate_square<In::bf16>) : run(detail::rotate_square<In::f32>);
+  in == In::bf16 ? run(detail::rotate_piece<In::bf16>) : run(detail::rotate_piece<In::f32>);
 }
 
 }  // namespace tejit::cpu
