@@ -20,6 +20,17 @@ TEJIT_DEVICE void store_vector(u8* out, const u32 (&word)[T::kPerVector / 4]) {
   }
 }
 
+// The bytes of two neighbours at once.
+template <typename T, Store kStore>
+TEJIT_DEVICE void store_pair(u8* out, const u32 (&first)[T::kPerVector / 4],
+                             const u32 (&second)[T::kPerVector / 4]) {
+  if constexpr (T::kPerVector == 8) {
+    store16<kStore>(out, make_uint4(first[0], first[1], second[0], second[1]));
+  } else {
+    store8<kStore>(out, first[0], second[0]);
+  }
+}
+
 // Whether a whole vector of T's bytes can be written at once there (or nothing is written at all).
 template <typename T>
 TEJIT_DEVICE bool takes_vectors(const u8* out) {

@@ -6,6 +6,7 @@ import datetime
 import json
 import pathlib
 import platform
+import random
 import statistics
 from collections.abc import Callable
 
@@ -14,7 +15,7 @@ import torch
 Call = Callable[[], object]
 
 
-def replay_medians(calls: dict[str, Call], repeats: int = 30, per_graph: int = 4) -> dict[str, float]:
+def replay_medians(calls: dict[str, Call], repeats: int = 30, per_graph: int = 10) -> dict[str, float]:
     """Microseconds a call: medians of CUDA-graph replays, the calls interleaved so that all see the same clocks."""
     graphs = {}
     for name, call in calls.items():
@@ -45,8 +46,11 @@ def event_medians(calls: dict[str, Call], repeats: int = 15, in_a_row: int = 8) 
 def _interleaved(calls: dict[str, Call], repeats: int) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {name: [] for name in calls}
     torch.cuda.synchronize()
+    order, shuffle = list(calls), random.Random(0).shuffle
     for _ in range(repeats):
-        for name, call in calls.items():
+        shuffle(order)  # what a call leaves in the cache serves the next one: not always the same one
+        for name in order:
+            call = calls[name]
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
             call()
