@@ -47,6 +47,7 @@ LAZY = {
     ("tejit.jit.info", "importlib.metadata"): "only a report tells versions",
     ("tejit.compat", "torch"): "private places that another torch may lack are looked up where they are used",
     ("tejit.kernels.gemm", "torch.fx.experimental.symbolic_shapes"): "loads sympy, needed while compiling only",
+    ("tejit.kernels.padding", "torch.fx.experimental.symbolic_shapes"): "loads sympy, needed while compiling only",
 }
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tejit.kernels.gemm import gemm
+from tejit.kernels.padding import cut, padded
 from tejit.recipe import LinearQuantizers
 
 
@@ -49,15 +50,17 @@ class _Linear(torch.autograd.Function):
         needs_dgrad: bool,
         needs_wgrad: bool,
     ) -> Tensor:
+        # Zeros up to whole blocks add nothing to any of the three products.
+        multiple = quantizers.alignment
         input_quantizer = quantizers.input.needing(True, needs_wgrad)
         weight_quantizer = quantizers.weight.needing(True, needs_dgrad)
-        x_inner = input_quantizer.quantize_inner(x)
-        w_inner = weight_quantizer.quantize_inner(weight)
+        x_inner = input_quantizer.quantize_inner(padded(x, multiple, multiple))
+        w_inner = weight_quantizer.quantize_inner(padded(weight, multiple, multiple))
         out = gemm(
             input_quantizer.rowwise_operand(x_inner),
             weight_quantizer.rowwise_operand(w_inner),
             x.dtype,
-            bias,
+            None if bias is None else padded(bias.reshape(1, -1), 1, multiple).reshape(-1),
             quantizers.fast_accum_fprop,
         )
         kept_x = input_quantizer.columnwise_inner(x_inner) if needs_wgrad else ()
@@ -67,7 +70,8 @@ class _Linear(torch.autograd.Function):
         ctx.x_buffers = len(kept_x)
         ctx.needs = (needs_dgrad, needs_wgrad, bias is not None)
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        return out
+        ctx.columns = x.shape[1]
+        return cut(out, x.shape[0], weight.shape[0])
 
     @staticmethod
     @once_differentiable  # a second derivative would see the quantized operands as constants and be wrong
@@ -80,7 +84,8 @@ class _Linear(torch.autograd.Function):
         dgrad = wgrad = bias_grad = None
         if needs_dgrad or needs_wgrad:
             quantizer = quantizers.grad_output.needing(needs_dgrad, needs_wgrad)
-            inner = quantizer.quantize_inner(grad_output)
+            multiple = quantizers.alignment
+            inner = quantizer.quantize_inner(padded(grad_output, multiple, multiple))
             if needs_dgrad:
                 dgrad = gemm(
                     quantizer.rowwise_operand(inner),
@@ -89,6 +94,7 @@ class _Linear(torch.autograd.Function):
                     None,
                     quantizers.fast_accum_dgrad,
                 )
+                dgrad = cut(dgrad, grad_output.shape[0], ctx.columns)
             if needs_wgrad:
                 wgrad = gemm(
                     quantizer.columnwise_operand(inner),
@@ -97,6 +103,7 @@ class _Linear(torch.autograd.Function):
                     None,
                     quantizers.fast_accum_wgrad,
                 )
+                wgrad = cut(wgrad, grad_output.shape[1], ctx.columns)
         if has_bias and ctx.needs_input_grad[2]:
             bias_grad = grad_output.sum(0).to(bias_dtype)
         return dgrad, wgrad, bias_grad, None, None, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -59,15 +60,38 @@ def variants(quantizer: Quantizer) -> Variants:
 class LinearQuantizers(NamedTuple):
     """What a linear layer quantizes: ``y = input @ weight.T`` and the two products with ``grad_output``.
 
-    The last three say whether a GEMM may accumulate in fewer bits than float32 has.
+    ``alignment`` is what all sizes of the operands are padded to; the last three say whether a GEMM may accumulate
+    in fewer bits than float32 has.
     """
 
     input: Variants
     weight: Variants
     grad_output: Variants
+    alignment: int
     fast_accum_fprop: bool
     fast_accum_dgrad: bool
     fast_accum_wgrad: bool
+
+
+def linear_quantizers(
+    input: Quantizer,
+    weight: Quantizer,
+    grad_output: Quantizer,
+    *,
+    fast_accum_fprop: bool = False,
+    fast_accum_dgrad: bool = False,
+    fast_accum_wgrad: bool = False,
+) -> LinearQuantizers:
+    """:class:`LinearQuantizers` from one quantizer an operand."""
+    return LinearQuantizers(
+        input=variants(input),
+        weight=variants(weight),
+        grad_output=variants(grad_output),
+        alignment=math.lcm(*(quantizer.alignment() for quantizer in (input, weight, grad_output))),
+        fast_accum_fprop=fast_accum_fprop,
+        fast_accum_dgrad=fast_accum_dgrad,
+        fast_accum_wgrad=fast_accum_wgrad,
+    )
 
 
 @dataclass(frozen=True)
@@ -126,19 +150,16 @@ class Float8CurrentScaling(Recipe):
         _checked(self.fp8_format)
         _check_switches(self, "force_pow_2_scales", "fast_accum_fprop", "fast_accum_dgrad", "fast_accum_wgrad")
 
-        def quantizer(dtype: torch.dtype) -> Variants:
-            return variants(
-                Float8CurrentScalingQuantizer(
-                    dtype, force_pow_2_scales=self.force_pow_2_scales, amax_epsilon=self.amax_epsilon
-                )
+        def quantizer(dtype: torch.dtype) -> Quantizer:
+            return Float8CurrentScalingQuantizer(
+                dtype, force_pow_2_scales=self.force_pow_2_scales, amax_epsilon=self.amax_epsilon
             )
 
         forward = quantizer(self.fp8_format.forward_dtype)
-        backward = quantizer(self.fp8_format.backward_dtype)
-        quantizers = LinearQuantizers(
-            input=forward,
-            weight=forward,
-            grad_output=backward,
+        quantizers = linear_quantizers(
+            forward,
+            forward,
+            quantizer(self.fp8_format.backward_dtype),
             fast_accum_fprop=self.fast_accum_fprop,
             fast_accum_dgrad=self.fast_accum_dgrad,
             fast_accum_wgrad=self.fast_accum_wgrad,
@@ -177,24 +198,19 @@ class Float8BlockScaling(Recipe):
     def __post_init__(self) -> None:
         _checked(self.fp8_format)
 
-        def quantizer(dtype: torch.dtype, dim: int) -> Variants:
-            return variants(
-                Float8BlockQuantizer(
-                    dtype,
-                    block_scaling_dim=dim,
-                    force_pow_2_scales=self.force_pow_2_scales,
-                    amax_epsilon=self.amax_epsilon,
-                )
+        def quantizer(dtype: torch.dtype, dim: int) -> Quantizer:
+            return Float8BlockQuantizer(
+                dtype,
+                block_scaling_dim=dim,
+                force_pow_2_scales=self.force_pow_2_scales,
+                amax_epsilon=self.amax_epsilon,
             )
 
-        quantizers = LinearQuantizers(
-            input=quantizer(self.fp8_format.forward_dtype, self.x_block_scaling_dim),
-            weight=quantizer(self.fp8_format.forward_dtype, self.w_block_scaling_dim),
-            grad_output=quantizer(self.fp8_format.backward_dtype, self.grad_block_scaling_dim),
-            # With scales of blocks the tensor cores always accumulate in float32.
-            fast_accum_fprop=False,
-            fast_accum_dgrad=False,
-            fast_accum_wgrad=False,
+        # With scales of blocks the tensor cores always accumulate in float32: no fast accumulation.
+        quantizers = linear_quantizers(
+            quantizer(self.fp8_format.forward_dtype, self.x_block_scaling_dim),
+            quantizer(self.fp8_format.forward_dtype, self.w_block_scaling_dim),
+            quantizer(self.fp8_format.backward_dtype, self.grad_block_scaling_dim),
         )
         object.__setattr__(self, "_linear", quantizers)
 

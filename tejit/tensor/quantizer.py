@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -177,9 +178,18 @@ class Quantizer(metaclass=compat.ValueMeta):
         """``(rowwise, columnwise)``: what the buffers of a storage or tensor can serve; traceable."""
         raise NotImplementedError(f"{type(self).__name__} does not define usages_of")
 
+    def alignment(self) -> int:
+        """What K (rowwise) and M (columnwise) must be multiples of; modules pad to it."""
+        return 1
+
     def is_quantizable(self, x: Tensor) -> bool:
         """Whether ``x`` can be quantized as it is: dtype and, where the format has one, alignment."""
-        return x.dtype in HIGH_PRECISION_DTYPES
+        if x.dtype not in HIGH_PRECISION_DTYPES:
+            return False
+        multiple = self.alignment()
+        columns = x.shape[-1] if x.dim() else 1
+        rows = math.prod(x.shape[:-1])
+        return not ((self.rowwise_usage and columns % multiple) or (self.columnwise_usage and rows % multiple))
 
     # -- quantizing ---------------------------------------------------------------------------------------
     def quantize(

@@ -86,7 +86,7 @@ class TransformerEngine:
         return config
 
     def calls(self, x: torch.Tensor, both: bool) -> dict[str, Callable[[], object]]:
-        """Calls by name ("delayed", "current", "block 1D", "block 2D") that quantize ``x``, bfloat16 (M, K), to E4M3."""
+        """Calls by name ("delayed", "current", "block 1D", "block 2D") that quantize ``x``, bfloat16, to E4M3."""
         library, device = self._library, x.device
         rows, columns = x.shape
         data = {"row": torch.empty(rows, columns, device=device, dtype=torch.float8_e4m3fn)}

@@ -1,0 +1,37 @@
+"""Padding as arithmetic: zeros up to a multiple, in one graph for every size."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def padded(matrix: Tensor, rows: int, columns: int) -> Tensor:
+    """``matrix`` with zeros below and on the right, up to the given multiples.
+
+    Inside a graph the padding is unconditional arithmetic, so that one graph serves every size; it is
+    left out only where it is known to be nothing.
+    """
+    below, right = -matrix.shape[0] % rows, -matrix.shape[1] % columns
+    if known_zero(below) and known_zero(right):
+        return matrix
+    return F.pad(matrix, (0, right, 0, below))
+
+
+def cut(matrix: Tensor, rows: int, columns: int) -> Tensor:
+    """The first ``rows`` and ``columns`` of a matrix, itself where it is known to have no more."""
+    if not known_zero(matrix.shape[0] - rows):
+        matrix = matrix[:rows]
+    if not known_zero(matrix.shape[1] - columns):
+        matrix = matrix[:, :columns]
+    return matrix
+
+
+def known_zero(amount: int) -> bool:
+    """Whether an amount is 0; while compiling, whether it is for every size that the graph serves."""
+    if torch.compiler.is_compiling():
+        from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+        return statically_known_true(amount == 0)
+    return amount == 0
