@@ -8,6 +8,7 @@
 #include "common/parts.h"
 #include "fp8/ops.h"
 #include "fp8_block/ops.h"
+#include "mxfp8/ops.h"
 
 STABLE_TORCH_LIBRARY_IMPL(tejit, CPU, library) {
   using namespace tejit::fp8;
@@ -17,6 +18,8 @@ STABLE_TORCH_LIBRARY_IMPL(tejit, CPU, library) {
   library.impl("fp8_quantize_current_out", TORCH_BOX(&quantize_out_cpu));
   library.impl("fp8_block_quantize", TORCH_BOX(&tejit::fp8_block::quantize_cpu));
   library.impl("fp8_block_quantize_out", TORCH_BOX(&tejit::fp8_block::quantize_out_cpu));
+  library.impl("mxfp8_quantize", TORCH_BOX(&tejit::mxfp8::quantize_cpu));
+  library.impl("mxfp8_quantize_out", TORCH_BOX(&tejit::mxfp8::quantize_out_cpu));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(tejit, CUDA, library) {
@@ -29,12 +32,16 @@ STABLE_TORCH_LIBRARY_IMPL(tejit, CUDA, library) {
   namespace block = tejit::fp8_block;
   library.impl("fp8_block_quantize", on_cuda<&block::quantize_cuda, block::kQuantizeOp>);
   library.impl("fp8_block_quantize_out", on_cuda<&block::quantize_out_cuda, block::kQuantizeOutOp>);
+  namespace mx = tejit::mxfp8;
+  library.impl("mxfp8_quantize", on_cuda<&mx::quantize_cuda, mx::kQuantizeOp>);
+  library.impl("mxfp8_quantize_out", on_cuda<&mx::quantize_out_cuda, mx::kQuantizeOutOp>);
 }
 
 // No tensor among its arguments, so no device either that the dispatcher could see.
 STABLE_TORCH_LIBRARY_IMPL(tejit, BackendSelect, library) {
   library.impl("fp8_make_empty", TORCH_BOX(&tejit::fp8::make_empty));
   library.impl("fp8_block_make_empty", TORCH_BOX(&tejit::fp8_block::make_empty));
+  library.impl("mxfp8_make_empty", TORCH_BOX(&tejit::mxfp8::make_empty));
 }
 
 #define TEJIT_EXPORT extern "C" __attribute__((visibility("default")))

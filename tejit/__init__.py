@@ -12,13 +12,25 @@ from tejit.formats import (
     Float8CurrentScalingQuantizer,
     Float8Tensor,
     Float8TensorStorage,
+    HybridQuantizedTensor,
+    HybridQuantizedTensorStorage,
+    HybridQuantizer,
+    IdentityQuantizer,
+    IdentityTensor,
+    IdentityTensorStorage,
 )
 from tejit.jit import CacheError, CompileError, KernelNotCached, TejitError, ToolchainError, warm
 from tejit.kernels import library as _ops  # noqa: F401 - registers the ops
 from tejit.kernels.backend import DEFAULT as _BACKEND
 from tejit.kernels.backend import backend
 from tejit.nn import Linear
-from tejit.recipe import autocast, is_fp8_available, is_fp8_block_scaling_available
+from tejit.recipe import (
+    autocast,
+    is_fp8_available,
+    is_fp8_block_scaling_available,
+    is_mxfp8_available,
+    is_nvfp4_available,
+)
 from tejit.tensor import InnerTensor, QuantizedTensor, QuantizedTensorStorage, Quantizer
 
 __version__ = "0.1.0"
@@ -32,6 +44,12 @@ __all__ = [
     "Float8CurrentScalingQuantizer",
     "Float8Tensor",
     "Float8TensorStorage",
+    "HybridQuantizedTensor",
+    "HybridQuantizedTensorStorage",
+    "HybridQuantizer",
+    "IdentityQuantizer",
+    "IdentityTensor",
+    "IdentityTensorStorage",
     "InnerTensor",
     "KernelNotCached",
     "Linear",
@@ -45,6 +63,8 @@ __all__ = [
     "dynamo",
     "is_fp8_available",
     "is_fp8_block_scaling_available",
+    "is_mxfp8_available",
+    "is_nvfp4_available",
     "recipe",
     "warm",
 ]

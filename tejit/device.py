@@ -86,6 +86,44 @@ def fp8_block_gemm_is_native(device: torch.device) -> bool:
     return fp8_block_gemm_reason(device) is None
 
 
+def mxfp8_gemm_reason(device: torch.device) -> str | None:
+    """Why the MXFP8 GEMM is not native on ``device``; None where it is (capability 10.0 up)."""
+    return _small_block_reason(device, "MXFP8")
+
+
+@compat.constant_result
+def mxfp8_gemm_is_native(device: torch.device) -> bool:
+    """Whether the MXFP8 GEMM runs on ``device``'s tensor cores."""
+    return mxfp8_gemm_reason(device) is None
+
+
+def nvfp4_gemm_reason(device: torch.device) -> str | None:
+    """Why the NVFP4 GEMM is not native on ``device``; None where it is (capability 10.0 up)."""
+    return _small_block_reason(device, "NVFP4")
+
+
+@compat.constant_result
+def nvfp4_gemm_is_native(device: torch.device) -> bool:
+    """Whether the NVFP4 GEMM runs on ``device``'s tensor cores."""
+    return nvfp4_gemm_reason(device) is None
+
+
+def _small_block_reason(device: torch.device, name: str) -> str | None:
+    if device.type != "cuda":
+        return f"{device.type} has no {name} GEMM; the same bytes are dequantized and multiplied"
+    capability = cuda_capability(device)
+    if capability is None:
+        return "the compute capability of this device cannot be asked"
+    if capability < (10, 0):
+        return (
+            f"compute capability {capability[0]}.{capability[1]}; tensor cores multiply {name} from 10.0 on. The same"
+            " bytes are dequantized and multiplied"
+        )
+    if _cuda_version() < (12, 8):
+        return f"torch was built with CUDA {torch.version.cuda}; cuBLASLt multiplies {name} from 12.8 on"
+    return None
+
+
 def resolve_device(device: torch.device | str | int | None) -> torch.device:
     """The device meant by an argument: None is torch's default where one was set, else cuda if there is one, else
     cpu."""

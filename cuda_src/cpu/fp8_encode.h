@@ -68,6 +68,17 @@ class Fp8Encoder {
     }
   }
 
+  // One scale for the first half of the elements, another for the second.
+  template <In in>
+  simd::Int full(const uint8_t* x, simd::Float first, simd::Float second) const {
+    if constexpr (in == In::f32) {
+      return simd::pack32(floats(x, first), floats(x + simd::kBytes, first),
+                          floats(x + 2 * simd::kBytes, second), floats(x + 3 * simd::kBytes, second));
+    } else {
+      return simd::pack16(halves<in>(x, first, first), halves<in>(x + simd::kBytes, second, second));
+    }
+  }
+
   // A scale of its own for each element: that of element i is scales[scale_lane<in>(i)].
   template <In in>
   simd::Int full(const uint8_t* x, const float* scales) const {

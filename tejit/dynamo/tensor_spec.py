@@ -58,12 +58,13 @@ class TensorSpec:
         if self.quantizer is None:
             return ("data",)
         names = tuple(self.quantizer.inner_tensor_specs(self.shape, self.device))
-        storage = self.quantizer.storage_metadata(self.dtype)["cls"]
-        expected = tuple([name for name in storage._INNER_TENSORS if name in names])
+        metadata = self.quantizer.storage_metadata(self.dtype)
+        declared = tuple(metadata["cls"]._keywords_of(metadata["nontensor_kwargs"]))
+        expected = tuple([name for name in declared if name in names])
         if names != expected:
             raise RuntimeError(
-                f"{type(self.quantizer).__name__}.inner_tensor_specs names {names}, but {storage.__name__} declares"
-                f" {tuple(storage._INNER_TENSORS)}: the specs must follow the storage's order"
+                f"{type(self.quantizer).__name__}.inner_tensor_specs names {names}, but {metadata['cls'].__name__}"
+                f" declares {declared}: the specs must follow the storage's order"
             )
         return names
 
@@ -79,7 +80,7 @@ class TensorSpec:
         if self.quantizer is None:
             return [torch.empty(self.shape, dtype=self.dtype, device=where)]
         names = self.inner_names()
-        tensors = self.quantizer.alloc_tensors(self.shape, device=where)
+        tensors = self.quantizer.alloc_tensors(self.shape, device=where, dtype=self.dtype)
         return [tensors[name] for name in names]
 
     def assemble(self, inner: list[Tensor] | tuple[Tensor, ...]) -> Any:
@@ -94,7 +95,8 @@ class TensorSpec:
         if metadata is None:
             return inner[0].requires_grad_() if self.requires_grad else inner[0]
         by_name = dict(zip(names, inner, strict=True))
-        buffers = tuple([by_name.get(name) for name in metadata["cls"]._INNER_TENSORS])
+        declared = metadata["cls"]._keywords_of(metadata["nontensor_kwargs"])
+        buffers = tuple([by_name.get(name) for name in declared])
         return metadata["cls"]._from_inner(buffers, metadata, self.shape, inner[0].device)
 
     def create_tensor(self) -> Any:

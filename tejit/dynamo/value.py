@@ -184,7 +184,7 @@ def _encode_enum(cls: type, name: str, value: enum.Enum) -> tuple[str, str, Any]
     return kind.__module__, kind.__qualname__, value.value if isinstance(value, enum.Flag) else value.name
 
 
-def _enums_of(cls: type, name: str) -> list[enum.EnumMeta]:
+def _enums_of(cls: type, name: str) -> list[Any]:
     return [option for option in _field_types(cls)[name] if isinstance(option, enum.EnumMeta)]
 
 

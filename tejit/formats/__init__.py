@@ -6,6 +6,8 @@ from tejit.formats.float8_block import (
     Float8BlockwiseQTensor,
     Float8BlockwiseQTensorStorage,
 )
+from tejit.formats.hybrid import HybridQuantizedTensor, HybridQuantizedTensorStorage, HybridQuantizer
+from tejit.formats.identity import IdentityQuantizer, IdentityTensor, IdentityTensorStorage
 
 __all__ = [
     "Float8BlockQuantizer",
@@ -14,4 +16,10 @@ __all__ = [
     "Float8CurrentScalingQuantizer",
     "Float8Tensor",
     "Float8TensorStorage",
+    "HybridQuantizedTensor",
+    "HybridQuantizedTensorStorage",
+    "HybridQuantizer",
+    "IdentityQuantizer",
+    "IdentityTensor",
+    "IdentityTensorStorage",
 ]

@@ -16,6 +16,10 @@ from tejit.kernels.fp8 import fake as fp8_fake
 from tejit.kernels.fp8 import reference as fp8_reference
 from tejit.kernels.fp8_block import fake as fp8_block_fake
 from tejit.kernels.fp8_block import reference as fp8_block_reference
+from tejit.kernels.mxfp8 import fake as mxfp8_fake
+from tejit.kernels.mxfp8 import reference as mxfp8_reference
+from tejit.kernels.nvfp4 import fake as nvfp4_fake
+from tejit.kernels.nvfp4 import reference as nvfp4_reference
 
 _library = torch.library.Library("tejit", "DEF")
 
@@ -81,5 +85,59 @@ _define(
     " -> (Tensor row, Tensor row_scale_inv, Tensor col, Tensor col_scale_inv)",
     fp8_block_reference.make_empty,
     fp8_block_fake.make_empty,
+    native=False,
+)
+_define(
+    "nvfp4_quantize",
+    "(Tensor x, bool rowwise, bool columnwise, bool rht, int sign_mask, bool square, bool row_scaled,"
+    " int four_over_six, int e4m3_max, bool swizzled, Tensor? seed, Tensor? row_amax, Tensor? col_amax)"
+    " -> (Tensor row, Tensor row_scale_inv, Tensor col, Tensor col_scale_inv, Tensor amax_row, Tensor amax_col)",
+    nvfp4_reference.quantize,
+    nvfp4_fake.quantize,
+)
+_define(
+    "nvfp4_quantize_out",
+    "(Tensor x, bool rht, int sign_mask, bool square, bool row_scaled, int four_over_six, int e4m3_max,"
+    " bool swizzled, Tensor? seed, Tensor? row_amax, Tensor? col_amax, Tensor? noop, Tensor(a!)? row,"
+    " Tensor(b!)? row_scale_inv, Tensor(c!)? col, Tensor(d!)? col_scale_inv, Tensor(e!)? amax_row,"
+    " Tensor(f!)? amax_col) -> ()",
+    nvfp4_reference.quantize_out,
+    nvfp4_fake.quantize_out,
+)
+_define(
+    "nvfp4_amax",
+    "(Tensor x, bool rowwise, bool columnwise, bool rht, int sign_mask, bool row_scaled)"
+    " -> (Tensor amax_row, Tensor amax_col)",
+    nvfp4_reference.amax,
+    nvfp4_fake.amax,
+)
+_define(
+    "nvfp4_make_empty",
+    "(int[] shape, bool rowwise, bool columnwise, bool row_scaled, Device device, bool pin_memory)"
+    " -> (Tensor row, Tensor row_scale_inv, Tensor col, Tensor col_scale_inv, Tensor amax_row, Tensor amax_col)",
+    nvfp4_reference.make_empty,
+    nvfp4_fake.make_empty,
+    native=False,
+)
+_define(
+    "mxfp8_quantize",
+    "(Tensor x, int fp8, bool rowwise, bool columnwise, bool square, bool swizzled)"
+    " -> (Tensor row, Tensor row_scale_inv, Tensor col, Tensor col_scale_inv)",
+    mxfp8_reference.quantize,
+    mxfp8_fake.quantize,
+)
+_define(
+    "mxfp8_quantize_out",
+    "(Tensor x, int fp8, bool square, bool swizzled, Tensor? noop, Tensor(a!)? row, Tensor(b!)? row_scale_inv,"
+    " Tensor(c!)? col, Tensor(d!)? col_scale_inv) -> ()",
+    mxfp8_reference.quantize_out,
+    mxfp8_fake.quantize_out,
+)
+_define(
+    "mxfp8_make_empty",
+    "(int[] shape, bool rowwise, bool columnwise, Device device, bool pin_memory)"
+    " -> (Tensor row, Tensor row_scale_inv, Tensor col, Tensor col_scale_inv)",
+    mxfp8_reference.make_empty,
+    mxfp8_fake.make_empty,
     native=False,
 )

@@ -6,6 +6,8 @@ from tejit.recipe.context import (
     default_recipe,
     is_fp8_available,
     is_fp8_block_scaling_available,
+    is_mxfp8_available,
+    is_nvfp4_available,
 )
 from tejit.recipe.recipes import Float8BlockScaling, Float8CurrentScaling, Format, LinearQuantizers, Recipe, Variants
 
@@ -21,4 +23,6 @@ __all__ = [
     "default_recipe",
     "is_fp8_available",
     "is_fp8_block_scaling_available",
+    "is_mxfp8_available",
+    "is_nvfp4_available",
 ]

@@ -86,3 +86,19 @@ def is_fp8_block_scaling_available(
     """Whether the GEMM of FP8 blocks of 128 is native on ``device``; arguments as in :func:`is_fp8_available`."""
     reason = hardware.fp8_block_gemm_reason(hardware.resolve_device(device))
     return (reason is None, reason or "") if return_reason else reason is None
+
+
+def is_mxfp8_available(
+    return_reason: bool = False, device: torch.device | str | None = None
+) -> bool | tuple[bool, str]:
+    """Whether the MXFP8 GEMM is native on ``device``; arguments as in :func:`is_fp8_available`."""
+    reason = hardware.mxfp8_gemm_reason(hardware.resolve_device(device))
+    return (reason is None, reason or "") if return_reason else reason is None
+
+
+def is_nvfp4_available(
+    return_reason: bool = False, device: torch.device | str | None = None
+) -> bool | tuple[bool, str]:
+    """Whether the NVFP4 GEMM is native on ``device``; arguments as in :func:`is_fp8_available`."""
+    reason = hardware.nvfp4_gemm_reason(hardware.resolve_device(device))
+    return (reason is None, reason or "") if return_reason else reason is None

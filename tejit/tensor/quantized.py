@@ -201,7 +201,7 @@ class QuantizedTensor(Tensor, _Mixed):
     # -- ways around the buffers, on which torch reads memory that a wrapper does not have ---------------------
     def share_memory_(self: Self) -> Self:
         """Move the buffers into shared memory, for other processes to use; returns the tensor itself."""
-        for name in self._INNER_TENSORS:
+        for name in self._buffer_keywords():
             buffer = getattr(self, name)
             if buffer is not None:
                 buffer.share_memory_()

@@ -181,6 +181,22 @@ class Quantizer(metaclass=compat.ValueMeta):
         """What K (rowwise) and M (columnwise) must be multiples of; modules pad to it."""
         return 1
 
+    # -- what the nominal dtype decides, where a format keeps it ---------------------------------------------
+    def specs_as(
+        self, shape: tuple[int, ...], device: torch.device, nominal: torch.dtype
+    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """:meth:`inner_tensor_specs` of a tensor whose nominal dtype is known."""
+        return self.inner_tensor_specs(shape, device)
+
+    def _allocate_as(
+        self, shape: tuple[int, ...], device: torch.device, pin_memory: bool, nominal: torch.dtype
+    ) -> Inner:
+        return self._allocate(shape, device, pin_memory)
+
+    def _owned(self, inner: Inner, x: Tensor) -> Inner:
+        """``inner``, made by :meth:`quantize_inner` from ``x``, as buffers that share no memory with ``x``."""
+        return inner
+
     def is_quantizable(self, x: Tensor) -> bool:
         """Whether ``x`` can be quantized as it is: dtype and, where the format has one, alignment."""
         if x.dtype not in HIGH_PRECISION_DTYPES:
@@ -300,7 +316,7 @@ class Quantizer(metaclass=compat.ValueMeta):
 
     def _build(self, inner: Inner, like: Tensor, nominal: torch.dtype) -> Any:
         metadata = self.create_metadata(tuple(like.shape), dtype=nominal)
-        return metadata["cls"]._from_inner(inner, metadata, tuple(like.shape), like.device)
+        return metadata["cls"]._from_inner(self._owned(inner, like), metadata, tuple(like.shape), like.device)
 
     # -- allocation ---------------------------------------------------------------------------------------
     def make_empty(
@@ -325,15 +341,24 @@ class Quantizer(metaclass=compat.ValueMeta):
             if not isinstance(length, int) or length < 0:
                 raise ValueError(f"dimension {index} of shape {size} is {length!r}; it must be an int of at least 0")
         metadata = self.create_metadata(size, dtype=dtype, requires_grad=requires_grad)
-        inner = self._allocate(size, where, pin_memory)
+        inner = self._allocate_as(size, where, pin_memory, dtype)
         held = next((t.device for t in inner if t is not None), where)
         return metadata["cls"]._from_inner(inner, metadata, size, held)
 
-    def alloc_tensors(self, shape: tuple[int, ...], *, device: torch.device | str | None = None) -> dict[str, Tensor]:
-        """Uninitialised plain tensors by attribute, from :meth:`inner_tensor_specs`; traceable."""
+    def alloc_tensors(
+        self,
+        shape: tuple[int, ...],
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> dict[str, Tensor]:
+        """Uninitialised plain tensors by attribute, from :meth:`inner_tensor_specs`; traceable.
+
+        ``dtype`` is the nominal one, of which the buffers of a format without one of its own are.
+        """
         where = hardware.resolve_device(device)
-        specs = self.inner_tensor_specs(shape, where)
-        return {name: torch.empty(size, dtype=dtype, device=where) for name, (size, dtype) in specs.items()}
+        specs = self.specs_as(shape, where, dtype)
+        return {name: torch.empty(size, dtype=kind, device=where) for name, (size, kind) in specs.items()}
 
     def create_metadata(
         self, shape: tuple[int, ...], *, dtype: torch.dtype, requires_grad: bool = False

@@ -29,7 +29,7 @@ def rebuild(
     Files come from anywhere: raises ``pickle.UnpicklingError`` for anything but a quantized storage or tensor,
     buffers that do not fit its shape, and attributes that would replace its own state.
     """
-    if not getattr(cls, "_INNER_TENSORS", None):
+    if not hasattr(cls, "_INNER_TENSORS"):
         raise pickle.UnpicklingError(f"{cls!r} is no class of quantized tensors")
     device = next((b.device for b in buffers.values() if b is not None), torch.device("cpu"))
     tensor = cls._construct(buffers, keywords, tuple(shape), device, requires_grad, stride)
@@ -44,7 +44,7 @@ def rebuild(
 
 
 def _buffers(storage: Any) -> dict[str, Any]:
-    return {keyword: getattr(storage, name) for name, keyword in storage._INNER_TENSORS.items()}
+    return {keyword: getattr(storage, name) for name, keyword in storage._buffer_keywords().items()}
 
 
 def reduce_tensor(tensor: Any) -> Any:

@@ -108,7 +108,8 @@ class QuantizedTensorStorage:
         )
 
     def _size_text(self) -> str:
-        if not all(isinstance(size, int) for size in self.shape):
+        shapes = [self.shape, *(tensor.shape for tensor in self._inner() if tensor is not None)]
+        if not all(isinstance(size, int) for shape in shapes for size in shape):
             return "symbolic size"  # a tracer prints tensors too
         plain = math.prod(self.shape) * self.dtype.itemsize
         ratio = f"{self.nbytes / plain:.2f}" if plain else "-"
@@ -117,10 +118,22 @@ class QuantizedTensorStorage:
     def _format_name(self) -> str:
         return type(self).__name__.removesuffix("Storage").removesuffix("Tensor")
 
-    @classmethod
-    def _own_state(cls) -> tuple[str, ...]:
+    def _own_state(self) -> tuple[str, ...]:
         """Attributes that make up the object; everything else in ``__dict__`` was attached from outside."""
-        return (*cls._INNER_TENSORS, *cls._STATE)
+        return (*self._buffer_keywords(), *self._STATE)
+
+    @classmethod
+    def _keywords_of(cls, others: dict[str, Any]) -> dict[str, str]:
+        """``{attribute: constructor keyword}`` of the buffers of an instance with these other keywords.
+
+        The declared fields; a class whose fields depend on its quantizer overrides this and
+        :meth:`_buffer_keywords`.
+        """
+        return cls._INNER_TENSORS
+
+    def _buffer_keywords(self) -> dict[str, str]:
+        """``{attribute: constructor keyword}`` of this object's buffers, in order."""
+        return self._INNER_TENSORS
 
     def _buffer_shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """``{attribute: (shape, dtype)}`` that each buffer has where it is there."""
@@ -143,13 +156,13 @@ class QuantizedTensorStorage:
         directions; a later write here would leave its other bytes behind.
         """
         before = self._inner()
-        for name, buffer in zip(self._INNER_TENSORS, inner, strict=True):
+        for name, buffer in zip(self._buffer_keywords(), inner, strict=True):
             shared = buffer is not None and any(buffer is old for old in before)
             setattr(self, name, buffer.clone() if shared and buffer is not None else buffer)
 
     # -- buffers ------------------------------------------------------------------------------------------
     def _inner(self) -> Inner:
-        return tuple([getattr(self, name) for name in self._INNER_TENSORS])
+        return tuple([getattr(self, name) for name in self._buffer_keywords()])
 
     def _require_data(self) -> None:
         if not any(self.get_usages().values()):
@@ -160,28 +173,28 @@ class QuantizedTensorStorage:
 
     def get_metadata(self) -> dict[str, Any]:
         """Every constructor keyword with its value: ``type(self)(**self.get_metadata(), ...)`` shares the buffers."""
-        buffers = {keyword: getattr(self, name) for name, keyword in self._INNER_TENSORS.items()}
+        buffers = {keyword: getattr(self, name) for name, keyword in self._buffer_keywords().items()}
         return {**buffers, **self._nontensor_kwargs()}
 
     def prepare_for_saving(self: Self) -> tuple[list[Tensor | None], Self]:
         """Give the buffers away: ``(buffers in order, self without them)``, for ``ctx.save_for_backward``."""
         buffers = list(self._inner())
         self._known_device = self.device
-        for name in self._INNER_TENSORS:
+        for name in self._buffer_keywords():
             setattr(self, name, None)
         return buffers, self
 
     def restore_from_saved(self, tensors: list[Tensor | None]) -> list[Tensor | None]:
         """Take the buffers back from the front of ``tensors``; returns the rest."""
-        for name, tensor in zip(self._INNER_TENSORS, tensors, strict=False):
+        for name, tensor in zip(self._buffer_keywords(), tensors, strict=False):
             setattr(self, name, tensor)
-        return tensors[len(self._INNER_TENSORS) :]
+        return tensors[len(self._buffer_keywords()) :]
 
     # -- copies -------------------------------------------------------------------------------------------
     def _like(self: Self, inner: Inner, **changes: Any) -> Self:
         """The same kind of object over other buffers of the same shape."""
         keywords = {**self._nontensor_kwargs(), **changes}
-        buffers = dict(zip(self._INNER_TENSORS.values(), inner, strict=True))
+        buffers = dict(zip(self._buffer_keywords().values(), inner, strict=True))
         device = next((tensor.device for tensor in inner if tensor is not None), self.device)
         return type(self)._construct(buffers, keywords, tuple(self.shape), device)
 
@@ -238,14 +251,15 @@ class QuantizedTensorStorage:
         stride: tuple[int, ...] | None = None,
     ) -> Self:
         """Make an instance from all buffers in order (None for an absent one) and a flatten context."""
-        buffers = dict(zip(cls._INNER_TENSORS.values(), inner, strict=True))
-        made = cls._construct(buffers, metadata["nontensor_kwargs"], shape, device, metadata["requires_grad"], stride)
+        others = metadata["nontensor_kwargs"]
+        buffers = dict(zip(cls._keywords_of(others).values(), inner, strict=True))
+        made = cls._construct(buffers, others, shape, device, metadata["requires_grad"], stride)
         if metadata["shares_scale"]:
             made._shares_scale = True
         return made
 
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
-        present = [name for name in self._INNER_TENSORS if getattr(self, name) is not None]
+        present = [name for name in self._buffer_keywords() if getattr(self, name) is not None]
         context = {
             "cls": type(self),
             "is_tensor": isinstance(self, Tensor),
@@ -263,7 +277,7 @@ class QuantizedTensorStorage:
         outer_stride: Any,
     ) -> Any:
         cls = context["cls"]
-        inner = tuple([inner_tensors.get(name) for name in cls._INNER_TENSORS])
+        inner = tuple([inner_tensors.get(name) for name in cls._keywords_of(context["nontensor_kwargs"])])
         device = next(tensor.device for tensor in inner if tensor is not None)
         stride = None if outer_stride is None else tuple(outer_stride)
         return cls._from_inner(inner, context, tuple(outer_size), device, stride)

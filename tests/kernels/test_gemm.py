@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tejit.kernels import fp8, fp8_block
-from tejit.kernels.gemm import Operand, _is_native, gemm
+from tejit.kernels.gemm import Operand, gemm, is_native
 from tests.common import DEVICES, provoking, short
 
 
@@ -98,7 +98,7 @@ def test_blocks_against_float64(size, pow2, codes, dims, device) -> None:
             # may lose all below 13 bits of it, always towards zero: 31 * 2^-13 of the largest.
             accumulation = 2 * k * torch.finfo(torch.float32).eps
             if device == "cuda":
-                accumulation = 2**-8 if _is_native(a, b) else 2**-12
+                accumulation = 2**-8 if is_native(a, b) else 2**-12
             bound = exact.abs() * torch.finfo(out_dtype).eps + magnitude * accumulation + torch.finfo(out_dtype).tiny
             holds = exact.abs() + bound < torch.finfo(out_dtype).max  # float16 cannot hold all of these
             excess = ((got.double() - exact).abs() / bound)[holds]
@@ -112,7 +112,7 @@ def test_which_pairs_of_blocks_are_native() -> None:
         for dims in ((1, 1), (1, 2), (2, 1), (2, 2), (0, 1)):
             a, _ = block_operand((16, 128), codes[0], dims[0], "cuda", 1)
             b, _ = block_operand((16, 128), codes[1], dims[1], "cuda", 2)
-            assert _is_native(a, b) == (capable and codes == (0, 0) and dims in ((1, 1), (1, 2)))
+            assert is_native(a, b) == (capable and codes == (0, 0) and dims in ((1, 1), (1, 2)))
 
 
 @pytest.mark.parametrize("device", DEVICES)
