@@ -4,7 +4,7 @@ Importing it loads the compiled kernels from the cache and builds them on the fi
 where that is not possible the same numerics run in plain torch.
 """
 
-from tejit import dynamo, jit, recipe
+from tejit import dynamo, jit, ops, recipe
 from tejit.formats import (
     Float8BlockQuantizer,
     Float8BlockwiseQTensor,
@@ -65,6 +65,7 @@ __all__ = [
     "is_fp8_block_scaling_available",
     "is_mxfp8_available",
     "is_nvfp4_available",
+    "ops",
     "recipe",
     "warm",
 ]

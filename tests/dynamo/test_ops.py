@@ -1,42 +1,14 @@
-"""The op library: torch's own opcheck on every op, fakes equal to what the ops return."""
+"""The op library: torch's own opcheck on every op, for every quantizer of the table."""
 
 import pytest
 import torch
 from torch.library import opcheck
 
 from tests.common import DEVICES
+from tests.dynamo.samples import QUANTIZERS, kernel_ops, quantizer_ops
 
 
-def arguments(device: str) -> list[tuple[str, tuple]]:
-    x = torch.randn(6, 10, dtype=torch.bfloat16, device=device)
-    one = torch.ones(1, device=device)
-    out = [torch.zeros(size, dtype=torch.uint8, device=device) for size in ((6, 10), (10, 6))]
-    scales = [torch.zeros(size, device=device) for size in ((1, 8), (1, 12))]
-    return [
-        ("fp8_amax", (x,)),
-        ("fp8_scale", (one, 0, True, 0.5)),
-        ("fp8_quantize_current", (x, 0, True, True, False, 0.0, None)),
-        ("fp8_quantize_current", (x, 1, True, False, True, 0.1, one)),
-        ("fp8_quantize_current", (x[:0], 1, False, True, False, 0.0, None)),
-        ("fp8_quantize_current_out", (x, 0, False, 0.0, None, None, *out, one.clone())),
-        ("fp8_quantize_current_out", (x, 1, True, 0.0, one, one * 0, None, out[1], one.clone())),
-        ("fp8_make_empty", ([6, 10], True, True, torch.device(device), False)),
-        ("fp8_make_empty", ([], True, False, torch.device(device), False)),
-        ("fp8_block_quantize", (x, 0, 1, True, True, False, 0.0)),
-        ("fp8_block_quantize", (x, 1, 2, True, False, True, 0.1)),
-        ("fp8_block_quantize", (x[:0], 1, 1, False, True, False, 0.0)),
-        ("fp8_block_quantize_out", (x, 0, 1, False, 0.0, one * 0, out[0], scales[0], out[1], scales[1])),
-        ("fp8_block_quantize_out", (x, 1, 1, True, 0.0, None, None, None, out[1], scales[1])),
-        ("fp8_block_make_empty", ([6, 10], 1, True, True, torch.device(device), False)),
-        ("fp8_block_make_empty", ([], 2, True, False, torch.device(device), False)),
-    ]
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("index", range(16))
-def test_opcheck(index, device, need_kernels) -> None:
-    need_kernels(device)
-    name, values = arguments(device)[index]
+def check(name: str, values: tuple) -> None:
     op = getattr(torch.ops.tejit, name).default
     utils = ["test_schema", "test_autograd_registration", "test_faketensor"]
     if not name.endswith("make_empty"):  # uninitialised outputs cannot be compared
@@ -45,8 +17,25 @@ def test_opcheck(index, device, need_kernels) -> None:
     assert torch.Tag.pt2_compliant_tag in op.tags
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("index", range(len(kernel_ops("cpu"))), ids=[name for name, _ in kernel_ops("cpu")])
+def test_opcheck(index, device, need_kernels) -> None:
+    need_kernels(device)
+    check(*kernel_ops(device)[index])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("usage", ["both", "rowwise", "columnwise"])
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_opcheck_of_ops_that_take_a_quantizer(name, usage, device, need_kernels) -> None:
+    need_kernels(device)
+    quantizer = QUANTIZERS[name].with_usage(rowwise=usage != "columnwise", columnwise=usage != "rowwise")
+    for op, values in quantizer_ops(device, quantizer):
+        check(op, values)
+
+
 def test_every_op_is_checked_here() -> None:
-    checked = {name for name, _ in arguments("cpu")}
+    checked = {name for name, _ in (*kernel_ops("cpu"), *quantizer_ops("cpu", QUANTIZERS["current"]))}
     registered = {
         schema.name.removeprefix("tejit::")
         for schema in torch._C._jit_get_all_schemas()
