@@ -23,7 +23,7 @@ from tejit.jit import CacheError, CompileError, KernelNotCached, TejitError, Too
 from tejit.kernels import library as _ops  # noqa: F401 - registers the ops
 from tejit.kernels.backend import DEFAULT as _BACKEND
 from tejit.kernels.backend import backend
-from tejit.nn import Linear
+from tejit.nn import Linear, name_modules
 from tejit.recipe import (
     autocast,
     is_fp8_available,
@@ -65,6 +65,7 @@ __all__ = [
     "is_fp8_block_scaling_available",
     "is_mxfp8_available",
     "is_nvfp4_available",
+    "name_modules",
     "ops",
     "recipe",
     "warm",

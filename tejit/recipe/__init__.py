@@ -9,13 +9,16 @@ from tejit.recipe.context import (
     is_mxfp8_available,
     is_nvfp4_available,
 )
+from tejit.recipe.custom import CustomRecipe, QuantizerRole
 from tejit.recipe.recipes import Float8BlockScaling, Float8CurrentScaling, Format, LinearQuantizers, Recipe, Variants
 
 __all__ = [
+    "CustomRecipe",
     "Float8BlockScaling",
     "Float8CurrentScaling",
     "Format",
     "LinearQuantizers",
+    "QuantizerRole",
     "Recipe",
     "Variants",
     "autocast",

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import enum
+import fnmatch
+import functools
 import math
+import warnings
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from tejit import compat
 from tejit.format_info import E4M3, E5M2
 from tejit.formats import Float8BlockQuantizer, Float8CurrentScalingQuantizer
 from tejit.tensor import Quantizer
@@ -96,12 +100,70 @@ def linear_quantizers(
 
 @dataclass(frozen=True)
 class Recipe:
-    """Base of all recipes. Recipes are immutable and compared by value; unknown arguments are errors."""
+    """Base of all recipes. Recipes are immutable and compared by value; unknown arguments are errors.
+
+    Attributes:
+        overrides: pairs of a pattern and another recipe, or None for high precision. A module whose name the pattern
+            matches (``fnmatch``: ``"blocks.*.fc1"``) follows that recipe; the first match counts. A module without
+            a name matches nothing, which is warned about once (``Linear(name=...)``, ``tejit.name_modules(root)``).
+
+    A subclass's ``__post_init__`` calls this one's, which raises ``TypeError`` for overrides that are no such pairs
+    and ``ValueError`` for a recipe among them that has overrides itself.
+    """
+
+    overrides: tuple[tuple[str, Recipe | None], ...] = field(default=(), kw_only=True)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "overrides", _checked_overrides(self.overrides))
 
     @property
     def linear(self) -> LinearQuantizers:
         """The quantizers of a linear layer under this recipe."""
         raise NotImplementedError(f"{type(self).__name__} does not define linear")
+
+    def for_linear(self, name: str | None) -> LinearQuantizers | None:
+        """The quantizers of the linear layer of this name; None for high precision."""
+        if self.overrides:
+            index = _first_match(tuple([pattern for pattern, _ in self.overrides]), name)
+            if index is not None:
+                other = self.overrides[index][1]
+                return None if other is None else other._linear_of(name)
+        return self._linear_of(name)
+
+    def _linear_of(self, name: str | None) -> LinearQuantizers | None:
+        return self.linear
+
+
+def _checked_overrides(overrides: Any) -> tuple[tuple[str, Recipe | None], ...]:
+    needed = 'it must be pairs of a pattern and a recipe or None, such as (("lm_head", None),)'
+    if not isinstance(overrides, (tuple, list)):
+        raise TypeError(f"overrides is {overrides!r}; {needed}")
+    for pair in overrides:
+        if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[0], str)):
+            raise TypeError(f"overrides has {pair!r}; {needed}")
+        if pair[1] is not None and not isinstance(pair[1], Recipe):
+            raise TypeError(f"overrides has {pair[1]!r} for {pair[0]!r}; {needed}")
+        if pair[1] is not None and pair[1].overrides:
+            raise ValueError(f"the recipe for {pair[0]!r} has overrides itself; write them all in the outer recipe")
+    return tuple([(pattern, recipe) for pattern, recipe in overrides])
+
+
+@compat.constant_result
+def _first_match(patterns: tuple[str, ...], name: str | None) -> int | None:
+    """The place of the first pattern that matches a module's name."""
+    if name is None:
+        _warn_of_no_name(patterns)
+        return None
+    return next((i for i, pattern in enumerate(patterns) if fnmatch.fnmatchcase(name, pattern)), None)
+
+
+@functools.cache
+def _warn_of_no_name(patterns: tuple[str, ...]) -> None:
+    warnings.warn(
+        f"a recipe has overrides for {', '.join(patterns)}, and a module without a name asks for its quantizers: no"
+        " pattern can match it. Give it one with name=..., or all of them with tejit.name_modules(model).",
+        stacklevel=2,
+    )
 
 
 def _checked(fp8_format: Format) -> Format:
@@ -147,6 +209,7 @@ class Float8CurrentScaling(Recipe):
     _linear: LinearQuantizers = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _checked(self.fp8_format)
         _check_switches(self, "force_pow_2_scales", "fast_accum_fprop", "fast_accum_dgrad", "fast_accum_wgrad")
 
@@ -196,6 +259,7 @@ class Float8BlockScaling(Recipe):
     _linear: LinearQuantizers = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _checked(self.fp8_format)
 
         def quantizer(dtype: torch.dtype, dim: int) -> Quantizer:
