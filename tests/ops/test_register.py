@@ -1,5 +1,8 @@
 """A user's own quantized op: an RMSNorm that emits quantized output, as documented in docs/compile.md."""
 
+import pathlib
+import re
+
 import pytest
 import torch
 import torch._dynamo.testing
@@ -211,3 +214,25 @@ def test_errors_of_registration_and_call() -> None:
     with torch.no_grad():
         assert not op(x, q).requires_grad
     assert op(x, q.replace(internal=True)).shape == (2, 2)  # a bare storage carries no gradient
+
+
+def test_the_documented_examples_run() -> None:
+    text = (pathlib.Path(__file__).parents[2] / "docs" / "compile.md").read_text(encoding="utf-8")
+    blocks = {
+        kind: block for block in re.findall(r"```python\n(.*?)```", text, re.S) for kind in MARKS if kind in block
+    }
+    assert set(blocks) == set(MARKS)
+    names = {"__name__": "tejit_docs_compile", "torch": torch, "tejit": tejit}
+    names["model"] = torch.nn.Sequential(tejit.Linear(128, 128), tejit.Linear(128, 128, name="head"))
+    for kind in MARKS:
+        exec(blocks[kind], names)
+    assert names["Clipped"](bound=2.0) == names["Clipped"](bound=2.0) != names["Clipped"]()
+    x, q = torch.randn(4, 64), tejit.Float8BlockQuantizer()
+    got = names["quantized_rms_norm"](x, torch.ones(64), 1e-5, q)
+    assert torch.equal(got.dequantize(), oracle(x, torch.ones(64), q).dequantize())
+    for recipe in (names["recipe"], names["custom"]):
+        with tejit.autocast(recipe=recipe):
+            names["model"](torch.randn(4, 128))
+
+
+MARKS = ("CustomRecipe", "class Clipped", "register_quantized_op")
