@@ -31,6 +31,9 @@ except ImportError:
 _major, _minor = torch.__version__.split(".")[:2]
 TORCH_VERSION = (int(_major), int(_minor))
 
+#: torch 2.11 hands the sizes of a subclass that leaves a graph as its strides too, where those are symbolic.
+OUTER_STRIDES_ARE_RIGHT = TORCH_VERSION >= (2, 13)
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 

@@ -113,3 +113,18 @@ def test_to_tensor_spec_in_a_graph(name, internal) -> None:
         want = [getattr(t, attribute) for attribute in t.__tensor_flatten__()[0]]
         assert [(b.shape, b.dtype, b.stride()) for b in got] == [(b.shape, b.dtype, b.stride()) for b in want]
     assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("usage", USAGES, ids=lambda u: "row" * u[0] + "col" * u[1])
+@pytest.mark.parametrize("name", ["current", "block_2d", "identity"])
+def test_strides_where_every_size_is_symbolic(name, usage) -> None:
+    """torch 2.11 took the sizes of what leaves a graph for its strides."""
+    torch._dynamo.reset()
+    quantizer = of_usage(QUANTIZERS[name], usage)
+    run = torch.compile(lambda x: quantizer.quantize(x), backend="aot_eager", fullgraph=True, dynamic=True)
+    for shape in ((144, 256), (256, 144), (160, 384), (2, 130, 256), (3, 160, 144)):
+        x = torch.randn(shape)
+        made, want = run(x), quantizer.quantize(x)
+        assert described(made) == described(want)
+        assert made.is_contiguous()
+        assert torch.equal(made.dequantize(), want.dequantize())
