@@ -4,7 +4,7 @@ Importing it loads the compiled kernels from the cache and builds them on the fi
 where that is not possible the same numerics run in plain torch.
 """
 
-from tejit import dynamo, jit, recipe
+from tejit import dynamo, jit, ops, recipe
 from tejit.formats import (
     Float8BlockQuantizer,
     Float8BlockwiseQTensor,
@@ -30,7 +30,7 @@ from tejit.jit import CacheError, CompileError, KernelNotCached, TejitError, Too
 from tejit.kernels import library as _ops  # noqa: F401 - registers the ops
 from tejit.kernels.backend import DEFAULT as _BACKEND
 from tejit.kernels.backend import backend
-from tejit.nn import Linear
+from tejit.nn import Linear, name_modules
 from tejit.recipe import (
     autocast,
     is_fp8_available,
@@ -79,6 +79,8 @@ __all__ = [
     "is_fp8_block_scaling_available",
     "is_mxfp8_available",
     "is_nvfp4_available",
+    "name_modules",
+    "ops",
     "recipe",
     "warm",
 ]

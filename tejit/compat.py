@@ -6,11 +6,20 @@ Nothing else in the package asks for torch's version.
 from __future__ import annotations
 
 import abc
+import inspect
+import sys
+import types
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
 from torch._library import opaque_object as _opaque
+
+# Python 3.14 evaluates annotations when they are asked for, and can be asked not to.
+try:
+    import annotationlib as _annotationlib
+except ImportError:
+    _annotationlib = None
 
 # 2.14 renamed the metaclass and the registration; its old names still work but log a warning on every
 # use, so the new one is tried first.
@@ -21,6 +30,9 @@ except ImportError:
 
 _major, _minor = torch.__version__.split(".")[:2]
 TORCH_VERSION = (int(_major), int(_minor))
+
+#: torch 2.11 hands the sizes of a subclass that leaves a graph as its strides too, where those are symbolic.
+OUTER_STRIDES_ARE_RIGHT = TORCH_VERSION >= (2, 13)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -38,10 +50,15 @@ def register_constant_class(cls: type, *, fields: Iterable[str], methods: Iterab
     ``fields`` and ``methods`` are what code inside a compiled region may use. torch 2.11 wants them
     listed (fields read from the real object, methods inlined); from 2.12 everything is reachable.
 
+    A class of the same module and name that was registered before (a notebook's cell runs again) gives way.
+
     Raises ``TypeError`` or ``RuntimeError`` (torch's own) where torch refuses the class.
     """
     if is_constant_class(cls):
         return
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    if torch._C._is_opaque_type_registered(name):
+        torch._C._unregister_opaque_type(name)
     if hasattr(_opaque, "register_custom_class"):
         _opaque.register_custom_class(cls, typ="constant")
         return
@@ -55,6 +72,31 @@ def register_constant_class(cls: type, *, fields: Iterable[str], methods: Iterab
 def is_constant_class(cls: type) -> bool:
     """Whether ``cls`` itself was registered with :func:`register_constant_class`."""
     return cls in _opaque._OPAQUE_TYPES
+
+
+def own_annotations(cls: type) -> dict[str, Any]:
+    """``{name: annotation}`` of the class itself, as far as they are evaluated; forward references stay strings or
+    ``ForwardRef``."""
+    if _annotationlib is not None:
+        return dict(_annotationlib.get_annotations(cls, format=_annotationlib.Format.FORWARDREF))
+    return inspect.get_annotations(cls)
+
+
+def evaluated_annotation(cls: type, hint: Any) -> Any:
+    """An annotation of ``cls`` with its forward references looked up in the class's module, and the class itself
+    under its name.
+
+    Raises ``NameError`` (or what else the expression raises) where that fails.
+    """
+    names = {**vars(sys.modules.get(cls.__module__, types)), cls.__name__: cls}
+    if isinstance(hint, str):
+        return eval(hint, names, dict(vars(cls)))
+    text = getattr(hint, "__forward_arg__", None)
+    if text is None:
+        return hint
+    if hasattr(hint, "evaluate"):  # Python 3.14: it knows the scope that it was written in
+        return hint.evaluate(globals=names, owner=cls)
+    return eval(text, names, dict(vars(cls)))
 
 
 def constant_result(function: F) -> F:

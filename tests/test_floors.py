@@ -46,6 +46,7 @@ LAZY = {
     ("tejit.jit.build", "platform"): "only a manifest tells the machine",
     ("tejit.jit.info", "importlib.metadata"): "only a report tells versions",
     ("tejit.compat", "torch"): "private places that another torch may lack are looked up where they are used",
+    ("tejit.ops.transforms", "torch._functorch"): "only torch.vmap needs them",
     ("tejit.kernels.padding", "torch.fx.experimental.symbolic_shapes"): "loads sympy, needed while compiling only",
 }
 

@@ -33,7 +33,12 @@ def _define(
     for overload in ("", ".reference") if native else ("",):
         _library.define(f"{name}{overload}{signature}", tags=(torch.Tag.pt2_compliant_tag,))
         _library.impl(f"{name}{overload}", implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"tejit::{name}", fake, lib=_library)
+    register_fake(f"tejit::{name}", fake, _library)
+
+
+def register_fake(qualname: str, fake: Callable[..., Any], library: torch.library.Library) -> None:
+    """``torch.library.register_fake``, from this file for all of the package."""
+    torch.library.register_fake(qualname, fake, lib=library)
 
 
 _define("fp8_amax", "(Tensor x) -> Tensor", fp8_reference.amax, fp8_fake.amax)

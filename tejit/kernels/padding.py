@@ -1,4 +1,4 @@
-"""Zeros below and on the right of matrices: arithmetic, so that one compiled graph serves every size."""
+"""Padding as arithmetic: zeros up to a multiple, in one graph for every size."""
 
 from __future__ import annotations
 
@@ -19,8 +19,17 @@ def padded(matrix: Tensor, rows: int, columns: int) -> Tensor:
     return F.pad(matrix, (0, right, 0, below))
 
 
+def cut(matrix: Tensor, rows: int, columns: int) -> Tensor:
+    """The first ``rows`` and ``columns`` of a matrix, itself where it is known to have no more."""
+    if not known_zero(matrix.shape[0] - rows):
+        matrix = matrix[:rows]
+    if not known_zero(matrix.shape[1] - columns):
+        matrix = matrix[:, :columns]
+    return matrix
+
+
 def known_zero(amount: int) -> bool:
-    """Whether an amount, possibly symbolic, is 0 for sure."""
+    """Whether an amount is 0; while compiling, whether it is for every size that the graph serves."""
     if torch.compiler.is_compiling():
         from torch.fx.experimental.symbolic_shapes import statically_known_true
 

@@ -1,5 +1,6 @@
 """Modules: drop-in layers that quantize under ``tejit.autocast``."""
 
 from tejit.nn.linear import Linear
+from tejit.nn.naming import name_modules
 
-__all__ = ["Linear"]
+__all__ = ["Linear", "name_modules"]

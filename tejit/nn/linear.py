@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from tejit import compat
 from tejit.format_info import HIGH_PRECISION_DTYPES
 from tejit.nn.linear_function import quantized_linear
+from tejit.nn.naming import Named, checked_name
 from tejit.recipe import Recipe, current_recipe
 
 
-class Linear(nn.Linear):
+class Linear(Named, nn.Linear):
     """``y = x @ weight.T + bias``, a drop-in for ``torch.nn.Linear``.
 
     Without ``tejit.autocast`` it is ``torch.nn.Linear``. Under it the operands of forward, dgrad and wgrad
@@ -28,6 +29,7 @@ class Linear(nn.Linear):
         params_dtype: another name of ``dtype``.
         init_method: called with the weight instead of the default initialisation.
         return_bias: return ``(y without bias, bias)``, for callers that add the bias later.
+        name: what recipes call the layer (``overrides``, ``CustomRecipe``); see ``tejit.name_modules``.
 
     Raises:
         ValueError: ``dtype`` and ``params_dtype`` are both given and differ; ``return_bias`` without ``bias``.
@@ -54,6 +56,7 @@ class Linear(nn.Linear):
         params_dtype: torch.dtype | None = None,
         init_method: Callable[[Tensor], object] | None = None,
         return_bias: bool = False,
+        name: str | None = None,
     ) -> None:
         if dtype is not None and params_dtype is not None and dtype != params_dtype:
             raise ValueError(
@@ -66,6 +69,7 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias, device, dtype if dtype is not None else params_dtype)
         self._init_method = init_method
         self.return_bias = return_bias
+        self.name = checked_name(name)
 
     def reset_parameters(self) -> None:
         """Initialise the parameters as ``nn.Linear`` does, the weight by ``init_method`` where one was given."""
@@ -78,10 +82,11 @@ class Linear(nn.Linear):
         """``(..., in_features)`` to ``(..., out_features)``; with ``return_bias`` also the bias."""
         bias = None if self.return_bias else self.bias
         recipe = self._recipe()
-        if recipe is None:
+        quantizers = None if recipe is None else recipe.for_linear(self.name)
+        if quantizers is None:
             out = F.linear(x, self.weight, bias)
         else:
-            out = quantized_linear(*self._operands(x, bias), recipe.linear)
+            out = quantized_linear(*self._operands(x, bias), quantizers)
         return (out, self.bias) if self.return_bias else out
 
     def _recipe(self) -> Recipe | None:

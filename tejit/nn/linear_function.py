@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tejit.kernels.gemm import gemm
-from tejit.kernels.padding import known_zero, padded
+from tejit.kernels.padding import cut, padded
 from tejit.recipe import LinearQuantizers
 
 
@@ -37,8 +37,7 @@ def quantized_linear(x: Tensor, weight: Tensor, bias: Tensor | None, quantizers:
 class _Linear(torch.autograd.Function):
     """fprop ``y = x w^T``, dgrad ``dx = dy w``, wgrad ``dw = dy^T x``; all operands quantized.
 
-    Where a format needs multiples, operands get zeros up to them, which change no block's amax, and results lose
-    them again. Saved for backward are the columnwise (transposed) quantized operands, never the high-precision input.
+    Saved for backward are the columnwise (transposed) quantized operands, never the high-precision input.
     """
 
     @staticmethod
@@ -51,9 +50,10 @@ class _Linear(torch.autograd.Function):
         needs_dgrad: bool,
         needs_wgrad: bool,
     ) -> Tensor:
+        # Zeros up to whole blocks add nothing to any of the three products.
+        multiple = quantizers.alignment
         input_quantizer = quantizers.input.needing(True, needs_wgrad)
         weight_quantizer = quantizers.weight.needing(True, needs_dgrad)
-        multiple = _multiple(quantizers)
         x_inner = input_quantizer.quantize_inner(padded(x, multiple, multiple))
         w_inner = weight_quantizer.quantize_inner(padded(weight, multiple, multiple))
         out = gemm(
@@ -63,16 +63,15 @@ class _Linear(torch.autograd.Function):
             None if bias is None else padded(bias.reshape(1, -1), 1, multiple).reshape(-1),
             quantizers.fast_accum_fprop,
         )
-        out = _part(out, x.shape[0], weight.shape[0], multiple)
         kept_x = input_quantizer.columnwise_inner(x_inner) if needs_wgrad else ()
         kept_w = weight_quantizer.columnwise_inner(w_inner) if needs_dgrad else ()
         ctx.save_for_backward(*kept_x, *kept_w)
         ctx.quantizers = quantizers
         ctx.x_buffers = len(kept_x)
-        ctx.in_features = weight.shape[1]
         ctx.needs = (needs_dgrad, needs_wgrad, bias is not None)
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        return out
+        ctx.columns = x.shape[1]
+        return cut(out, x.shape[0], weight.shape[0])
 
     @staticmethod
     @once_differentiable  # a second derivative would see the quantized operands as constants and be wrong
@@ -84,9 +83,8 @@ class _Linear(torch.autograd.Function):
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
         dgrad = wgrad = bias_grad = None
         if needs_dgrad or needs_wgrad:
-            multiple = _multiple(quantizers)
-            rows, columns = grad_output.shape[0], grad_output.shape[1]
             quantizer = quantizers.grad_output.needing(needs_dgrad, needs_wgrad)
+            multiple = quantizers.alignment
             inner = quantizer.quantize_inner(padded(grad_output, multiple, multiple))
             if needs_dgrad:
                 dgrad = gemm(
@@ -96,7 +94,7 @@ class _Linear(torch.autograd.Function):
                     None,
                     quantizers.fast_accum_dgrad,
                 )
-                dgrad = _part(dgrad, rows, ctx.in_features, multiple)
+                dgrad = cut(dgrad, grad_output.shape[0], ctx.columns)
             if needs_wgrad:
                 wgrad = gemm(
                     quantizer.columnwise_operand(inner),
@@ -105,23 +103,7 @@ class _Linear(torch.autograd.Function):
                     None,
                     quantizers.fast_accum_wgrad,
                 )
-                wgrad = _part(wgrad, columns, ctx.in_features, multiple)
+                wgrad = cut(wgrad, grad_output.shape[1], ctx.columns)
         if has_bias and ctx.needs_input_grad[2]:
             bias_grad = grad_output.sum(0).to(bias_dtype)
         return dgrad, wgrad, bias_grad, None, None, None
-
-
-def _multiple(quantizers: LinearQuantizers) -> int:
-    """What every dimension of the three operands is padded to: a dimension that one contracts, another has."""
-    return max(
-        quantizers.input.both.alignment(),
-        quantizers.weight.both.alignment(),
-        quantizers.grad_output.both.alignment(),
-    )
-
-
-def _part(result: Tensor, rows: int, columns: int, multiple: int) -> Tensor:
-    """``result`` without what padding ``(rows, columns)`` to the multiple added."""
-    if known_zero(-rows % multiple) and known_zero(-columns % multiple):
-        return result
-    return result[:rows, :columns]

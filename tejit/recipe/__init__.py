@@ -9,24 +9,26 @@ from tejit.recipe.context import (
     is_mxfp8_available,
     is_nvfp4_available,
 )
+from tejit.recipe.custom import CustomRecipe, QuantizerRole
 from tejit.recipe.recipes import (
     Float8BlockScaling,
     Float8CurrentScaling,
     Format,
     LinearQuantizers,
-    MXFP8BlockScaling,
-    NVFP4BlockScaling,
     Recipe,
     Variants,
 )
+from tejit.recipe.small_blocks import MXFP8BlockScaling, NVFP4BlockScaling
 
 __all__ = [
+    "CustomRecipe",
     "Float8BlockScaling",
     "Float8CurrentScaling",
     "Format",
     "LinearQuantizers",
     "MXFP8BlockScaling",
     "NVFP4BlockScaling",
+    "QuantizerRole",
     "Recipe",
     "Variants",
     "autocast",

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import enum
+import fnmatch
+import functools
+import math
 import warnings
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
+from tejit import compat
 from tejit.format_info import E4M3, E5M2
-from tejit.formats import Float8BlockQuantizer, Float8CurrentScalingQuantizer, MXFP8Quantizer, NVFP4Quantizer
-from tejit.kernels.nvfp4 import E4M3_MAXIMA
+from tejit.formats import Float8BlockQuantizer, Float8CurrentScalingQuantizer
 from tejit.tensor import Quantizer
 
 
@@ -63,28 +66,109 @@ def variants(quantizer: Quantizer) -> Variants:
 class LinearQuantizers(NamedTuple):
     """What a linear layer quantizes: ``y = input @ weight.T`` and the two products with ``grad_output``.
 
-    The last three say whether a GEMM may accumulate in fewer bits than float32 has.
+    ``alignment`` is what all sizes of the operands are padded to; the last three say whether a GEMM may accumulate
+    in fewer bits than float32 has.
     """
 
     input: Variants
     weight: Variants
     grad_output: Variants
+    alignment: int
     fast_accum_fprop: bool
     fast_accum_dgrad: bool
     fast_accum_wgrad: bool
 
 
+def linear_quantizers(
+    input: Quantizer,
+    weight: Quantizer,
+    grad_output: Quantizer,
+    *,
+    fast_accum_fprop: bool = False,
+    fast_accum_dgrad: bool = False,
+    fast_accum_wgrad: bool = False,
+) -> LinearQuantizers:
+    """:class:`LinearQuantizers` from one quantizer an operand."""
+    return LinearQuantizers(
+        input=variants(input),
+        weight=variants(weight),
+        grad_output=variants(grad_output),
+        alignment=math.lcm(*(quantizer.alignment() for quantizer in (input, weight, grad_output))),
+        fast_accum_fprop=fast_accum_fprop,
+        fast_accum_dgrad=fast_accum_dgrad,
+        fast_accum_wgrad=fast_accum_wgrad,
+    )
+
+
 @dataclass(frozen=True)
 class Recipe:
-    """Base of all recipes. Recipes are immutable and compared by value; unknown arguments are errors."""
+    """Base of all recipes. Recipes are immutable and compared by value; unknown arguments are errors.
+
+    Attributes:
+        overrides: pairs of a pattern and another recipe, or None for high precision. A module whose name the pattern
+            matches (``fnmatch``: ``"blocks.*.fc1"``) follows that recipe; the first match counts. A module without
+            a name matches nothing, which is warned about once (``Linear(name=...)``, ``tejit.name_modules(root)``).
+
+    A subclass's ``__post_init__`` calls this one's, which raises ``TypeError`` for overrides that are no such pairs
+    and ``ValueError`` for a recipe among them that has overrides itself.
+    """
+
+    overrides: tuple[tuple[str, Recipe | None], ...] = field(default=(), kw_only=True)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "overrides", _checked_overrides(self.overrides))
 
     @property
     def linear(self) -> LinearQuantizers:
         """The quantizers of a linear layer under this recipe."""
         raise NotImplementedError(f"{type(self).__name__} does not define linear")
 
+    def for_linear(self, name: str | None) -> LinearQuantizers | None:
+        """The quantizers of the linear layer of this name; None for high precision."""
+        if self.overrides:
+            index = _first_match(tuple([pattern for pattern, _ in self.overrides]), name)
+            if index is not None:
+                other = self.overrides[index][1]
+                return None if other is None else other._linear_of(name)
+        return self._linear_of(name)
 
-def _checked(fp8_format: Format) -> Format:
+    def _linear_of(self, name: str | None) -> LinearQuantizers | None:
+        return self.linear
+
+
+def _checked_overrides(overrides: Any) -> tuple[tuple[str, Recipe | None], ...]:
+    needed = 'it must be pairs of a pattern and a recipe or None, such as (("lm_head", None),)'
+    if not isinstance(overrides, (tuple, list)):
+        raise TypeError(f"overrides is {overrides!r}; {needed}")
+    for pair in overrides:
+        if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[0], str)):
+            raise TypeError(f"overrides has {pair!r}; {needed}")
+        if pair[1] is not None and not isinstance(pair[1], Recipe):
+            raise TypeError(f"overrides has {pair[1]!r} for {pair[0]!r}; {needed}")
+        if pair[1] is not None and pair[1].overrides:
+            raise ValueError(f"the recipe for {pair[0]!r} has overrides itself; write them all in the outer recipe")
+    return tuple([(pattern, recipe) for pattern, recipe in overrides])
+
+
+@compat.constant_result
+def _first_match(patterns: tuple[str, ...], name: str | None) -> int | None:
+    """The place of the first pattern that matches a module's name."""
+    if name is None:
+        _warn_of_no_name(patterns)
+        return None
+    return next((i for i, pattern in enumerate(patterns) if fnmatch.fnmatchcase(name, pattern)), None)
+
+
+@functools.cache
+def _warn_of_no_name(patterns: tuple[str, ...]) -> None:
+    warnings.warn(
+        f"a recipe has overrides for {', '.join(patterns)}, and a module without a name asks for its quantizers: no"
+        " pattern can match it. Give it one with name=..., or all of them with tejit.name_modules(model).",
+        stacklevel=2,
+    )
+
+
+def checked_format(fp8_format: Format) -> Format:
     if not isinstance(fp8_format, Format):
         raise TypeError(f"fp8_format is {fp8_format!r}; it must be a tejit.recipe.Format")
     if fp8_format is Format.E5M2:
@@ -95,7 +179,7 @@ def _checked(fp8_format: Format) -> Format:
     return fp8_format
 
 
-def _check_switches(recipe: Recipe, *names: str) -> None:
+def check_switches(recipe: Recipe, *names: str) -> None:
     for name in names:
         value = getattr(recipe, name)
         if not isinstance(value, bool):
@@ -127,22 +211,20 @@ class Float8CurrentScaling(Recipe):
     _linear: LinearQuantizers = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        _checked(self.fp8_format)
-        _check_switches(self, "force_pow_2_scales", "fast_accum_fprop", "fast_accum_dgrad", "fast_accum_wgrad")
+        super().__post_init__()
+        checked_format(self.fp8_format)
+        check_switches(self, "force_pow_2_scales", "fast_accum_fprop", "fast_accum_dgrad", "fast_accum_wgrad")
 
-        def quantizer(dtype: torch.dtype) -> Variants:
-            return variants(
-                Float8CurrentScalingQuantizer(
-                    dtype, force_pow_2_scales=self.force_pow_2_scales, amax_epsilon=self.amax_epsilon
-                )
+        def quantizer(dtype: torch.dtype) -> Quantizer:
+            return Float8CurrentScalingQuantizer(
+                dtype, force_pow_2_scales=self.force_pow_2_scales, amax_epsilon=self.amax_epsilon
             )
 
         forward = quantizer(self.fp8_format.forward_dtype)
-        backward = quantizer(self.fp8_format.backward_dtype)
-        quantizers = LinearQuantizers(
-            input=forward,
-            weight=forward,
-            grad_output=backward,
+        quantizers = linear_quantizers(
+            forward,
+            forward,
+            quantizer(self.fp8_format.backward_dtype),
             fast_accum_fprop=self.fast_accum_fprop,
             fast_accum_dgrad=self.fast_accum_dgrad,
             fast_accum_wgrad=self.fast_accum_wgrad,
@@ -179,26 +261,22 @@ class Float8BlockScaling(Recipe):
     _linear: LinearQuantizers = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        _checked(self.fp8_format)
+        super().__post_init__()
+        checked_format(self.fp8_format)
 
-        def quantizer(dtype: torch.dtype, dim: int) -> Variants:
-            return variants(
-                Float8BlockQuantizer(
-                    dtype,
-                    block_scaling_dim=dim,
-                    force_pow_2_scales=self.force_pow_2_scales,
-                    amax_epsilon=self.amax_epsilon,
-                )
+        def quantizer(dtype: torch.dtype, dim: int) -> Quantizer:
+            return Float8BlockQuantizer(
+                dtype,
+                block_scaling_dim=dim,
+                force_pow_2_scales=self.force_pow_2_scales,
+                amax_epsilon=self.amax_epsilon,
             )
 
-        quantizers = LinearQuantizers(
-            input=quantizer(self.fp8_format.forward_dtype, self.x_block_scaling_dim),
-            weight=quantizer(self.fp8_format.forward_dtype, self.w_block_scaling_dim),
-            grad_output=quantizer(self.fp8_format.backward_dtype, self.grad_block_scaling_dim),
-            # With scales of blocks the tensor cores always accumulate in float32.
-            fast_accum_fprop=False,
-            fast_accum_dgrad=False,
-            fast_accum_wgrad=False,
+        # With scales of blocks the tensor cores always accumulate in float32: no fast accumulation.
+        quantizers = linear_quantizers(
+            quantizer(self.fp8_format.forward_dtype, self.x_block_scaling_dim),
+            quantizer(self.fp8_format.forward_dtype, self.w_block_scaling_dim),
+            quantizer(self.fp8_format.backward_dtype, self.grad_block_scaling_dim),
         )
         object.__setattr__(self, "_linear", quantizers)
 
@@ -206,117 +284,3 @@ class Float8BlockScaling(Recipe):
     def linear(self) -> LinearQuantizers:
         """The quantizers of a linear layer under this recipe."""
         return self._linear
-
-
-@dataclass(frozen=True)
-class MXFP8BlockScaling(Recipe):
-    """MXFP8: a power of two for each 32 elements along the contracted dimension.
-
-    Attributes:
-        fp8_format: element types, forward and backward. ``HYBRID`` warns: gradients in E5M2 lose a bit that blocks
-            of 32 do not need for range, and training with them was reported to diverge.
-        enable_2d_quantization: quantize the weight in tiles of 32x32, so that forward and backward see the same one.
-
-    Any size of a layer works: operands are padded with zeros to multiples of 32.
-
-    Raises ``TypeError`` for a ``fp8_format`` that is no :class:`Format` or a switch that is no bool, and
-    ``ValueError`` for pure E5M2 (two E5M2 operands have no GEMM).
-    """
-
-    fp8_format: Format = Format.E4M3
-    enable_2d_quantization: bool = False
-    _linear: LinearQuantizers = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        _checked(self.fp8_format)
-        _check_switches(self, "enable_2d_quantization")
-        if self.fp8_format is Format.HYBRID:
-            warnings.warn(
-                "MXFP8BlockScaling(fp8_format=Format.HYBRID): gradients in E5M2 are known to make training with MXFP8"
-                " diverge; Format.E4M3, the default, has enough range in blocks of 32",
-                stacklevel=3,
-            )
-        forward, backward = self.fp8_format.forward_dtype, self.fp8_format.backward_dtype
-        quantizers = LinearQuantizers(
-            input=variants(MXFP8Quantizer(forward)),
-            weight=variants(MXFP8Quantizer(forward, with_2d_quantization=self.enable_2d_quantization)),
-            grad_output=variants(MXFP8Quantizer(backward)),
-            fast_accum_fprop=False,
-            fast_accum_dgrad=False,
-            fast_accum_wgrad=False,
-        )
-        object.__setattr__(self, "_linear", quantizers)
-
-    @property
-    def linear(self) -> LinearQuantizers:
-        """The quantizers of a linear layer under this recipe."""
-        return self._linear
-
-
-#: Where NVFP4 takes the better of two scales.
-_FOUR_OVER_SIX = (None, "weights", "activations", "all")
-
-
-@dataclass(frozen=True)
-class NVFP4BlockScaling(Recipe):
-    """NVFP4: four bits, a scale for each 16 elements along the contracted dimension and one amax above them.
-
-    Attributes:
-        disable_rht: no random Hadamard transform of what the product for the weight's gradient contracts.
-        disable_stochastic_rounding: round gradients to nearest.
-        disable_2d_quantization: no tiles of 16x16 for the weight, whose transpose is then rounded otherwise.
-        row_scaled_activation: an amax for each row of the input.
-        four_over_six: ``weights``, ``activations`` or ``all``: take the better of two scales for each block there,
-            by the sum of absolute errors, with scales up to 256. Never for gradients.
-
-    The transform serves a product, and only where both of its operands are turned: row-scaled or 4over6 activations
-    cannot be, so these switches turn it off. Any size of a layer works: operands are padded with zeros to multiples
-    of 16.
-
-    Raises ``TypeError`` for a switch that is no bool and ``ValueError`` for another ``four_over_six``.
-    """
-
-    disable_rht: bool = False
-    disable_stochastic_rounding: bool = False
-    disable_2d_quantization: bool = False
-    row_scaled_activation: bool = False
-    four_over_six: str | None = None
-    _linear: LinearQuantizers = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        _check_switches(
-            self, "disable_rht", "disable_stochastic_rounding", "disable_2d_quantization", "row_scaled_activation"
-        )
-        if self.four_over_six not in _FOUR_OVER_SIX:
-            raise ValueError(
-                f"four_over_six is {self.four_over_six!r}; it must be None, 'weights', 'activations' or 'all'"
-            )
-        activations = self.four_over_six in ("activations", "all")
-        rht = not (self.disable_rht or activations or self.row_scaled_activation)
-        quantizers = LinearQuantizers(
-            input=variants(
-                NVFP4Quantizer(with_rht=rht, row_scaled_nvfp4=self.row_scaled_activation, **_four_over_six(activations))
-            ),
-            weight=variants(
-                NVFP4Quantizer(
-                    with_2d_quantization=not self.disable_2d_quantization,
-                    **_four_over_six(self.four_over_six in ("weights", "all")),
-                )
-            ),
-            grad_output=variants(
-                NVFP4Quantizer(with_rht=rht, stochastic_rounding=not self.disable_stochastic_rounding)
-            ),
-            fast_accum_fprop=False,
-            fast_accum_dgrad=False,
-            fast_accum_wgrad=False,
-        )
-        object.__setattr__(self, "_linear", quantizers)
-
-    @property
-    def linear(self) -> LinearQuantizers:
-        """The quantizers of a linear layer under this recipe."""
-        return self._linear
-
-
-def _four_over_six(used: bool) -> dict[str, Any]:
-    return {"nvfp4_use_4over6": True, "nvfp4_e4m3_max": min(E4M3_MAXIMA)} if used else {}

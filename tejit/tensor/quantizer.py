@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
-from typing import Any, NoReturn, TypeVar
+import math
+from typing import Any, ClassVar, NoReturn, TypeVar, get_origin
 
 import torch
 from torch import Tensor
@@ -203,7 +203,12 @@ class Quantizer(metaclass=compat.ValueMeta):
 
     def is_quantizable(self, x: Tensor) -> bool:
         """Whether ``x`` can be quantized as it is: dtype and, where the format has one, alignment."""
-        return x.dtype in HIGH_PRECISION_DTYPES
+        if x.dtype not in HIGH_PRECISION_DTYPES:
+            return False
+        multiple = self.alignment()
+        columns = x.shape[-1] if x.dim() else 1
+        rows = math.prod(x.shape[:-1])
+        return not ((self.rowwise_usage and columns % multiple) or (self.columnwise_usage and rows % multiple))
 
     # -- quantizing ---------------------------------------------------------------------------------------
     def quantize(
@@ -401,8 +406,18 @@ def _field_names(cls: type) -> tuple[str, ...]:
     names: dict[str, None] = {}
     for klass in reversed(cls.__mro__):
         if issubclass(klass, Quantizer):
-            names.update(dict.fromkeys(name for name in inspect.get_annotations(klass) if not name.startswith("_")))
+            for name, hint in compat.own_annotations(klass).items():
+                if not (name.startswith("_") or _is_class_variable(hint)):
+                    names[name] = None
     return tuple(names)
+
+
+def _is_class_variable(hint: Any) -> bool:
+    """Whether an annotation, evaluated or not, says that the attribute is the class's and no instance's."""
+    if hint is ClassVar or get_origin(hint) is ClassVar:
+        return True
+    text = hint if isinstance(hint, str) else getattr(hint, "__forward_arg__", "")
+    return text.split("[")[0].strip().split(".")[-1] == "ClassVar"
 
 
 class _Quantize(torch.autograd.Function):

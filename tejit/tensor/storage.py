@@ -9,6 +9,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from tejit import compat
 from tejit.tensor import serialization
 from tejit.tensor.inner import collect_inner_tensors
 from tejit.tensor.quantizer import Inner, Quantizer
@@ -280,4 +281,20 @@ class QuantizedTensorStorage:
         inner = tuple([inner_tensors.get(name) for name in cls._keywords_of(context["nontensor_kwargs"])])
         device = next(tensor.device for tensor in inner if tensor is not None)
         stride = None if outer_stride is None else tuple(outer_stride)
+        if not compat.OUTER_STRIDES_ARE_RIGHT and stride is not None:
+            stride = _stride_from(inner, tuple(outer_size), stride)
         return cls._from_inner(inner, context, tuple(outer_size), device, stride)
+
+
+def _stride_from(inner: Inner, size: tuple[int, ...], given: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The strides of a tensor over ``inner``, where ``given`` ones may be wrong; None means contiguous.
+
+    A buffer of the logical shape lies as the tensor does. Without one the tensor is contiguous, or a contiguous
+    matrix transposed. While tracing (symbolic numbers) the given ones are right.
+    """
+    if not all(isinstance(number, int) for number in (*size, *given)):
+        return given
+    for buffer in inner:
+        if buffer is not None and tuple(buffer.shape) == size:
+            return tuple(buffer.stride())
+    return given if len(size) == 2 and given == (1, size[0]) else None
