@@ -200,7 +200,7 @@ class Custom(Recipe):
 
     def __init__(self, quantizer) -> None:
         all_three = variants(quantizer)
-        object.__setattr__(self, "made", LinearQuantizers(all_three, all_three, all_three, False, False, False))
+        object.__setattr__(self, "made", LinearQuantizers(all_three, all_three, all_three, 1, False, False, False))
 
     @property
     def linear(self) -> LinearQuantizers:
