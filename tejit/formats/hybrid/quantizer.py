@@ -212,8 +212,8 @@ class HybridQuantizer(Quantizer):
         return max(self.rowwise_quantizer.alignment(), self.columnwise_quantizer.alignment())
 
     def is_quantizable(self, x: Tensor) -> bool:
-        """Whether both children can quantize ``x``, as far as their directions are made."""
-        return (not self.rowwise_usage or self.rowwise_quantizer.is_quantizable(x)) and (
+        """Whether both children can quantize ``x``, as far as their directions are made or read."""
+        return (not (self.rowwise_usage or self._is_dependent()) or self.rowwise_quantizer.is_quantizable(x)) and (
             not self.columnwise_usage or self.columnwise_quantizer.is_quantizable(x)
         )
 
