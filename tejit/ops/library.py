@@ -78,7 +78,7 @@ def _spec_over(inner: list[Tensor], shape: tuple[int, ...], quantizer: Any, dtyp
                 f" {spec.shape} it must be {kind} of shape {tuple(size)}"
             )
         if tensor.device != where:
-            raise ValueError(f"inner tensor {name} is on {tensor.device} and the first one on {where}; move one of them")
+            raise ValueError(f"inner tensor {name} is on {tensor.device} and the first one on {where}; move one")
     return spec
 
 

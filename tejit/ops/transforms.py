@@ -26,6 +26,7 @@ def one_by_one(op: Any) -> Callable[..., Any]:
     def rule(info: Any, in_dims: Any, *args: Any) -> Any:
         leaves, structure = pytree.tree_flatten(args)
         dims = structure.flatten_up_to(in_dims)
+
         def of_example(choose: Callable[[Tensor, int], Tensor]) -> Any:
             example = [
                 choose(leaf, dim) if isinstance(leaf, Tensor) and dim is not None else leaf
@@ -37,7 +38,11 @@ def one_by_one(op: Any) -> Callable[..., Any]:
             one = of_example(lambda leaf, dim: leaf.new_zeros(leaf.shape[:dim] + leaf.shape[dim + 1 :]))
             none = pytree.tree_map(lambda result: result.new_empty((0, *result.shape)), one)
             return none, pytree.tree_map(lambda _: 0, none)
-        results = [of_example(lambda leaf, dim, i=index: leaf.select(dim, i)) for index in range(info.batch_size)]
+
+        def selecting(index: int) -> Callable[[Tensor, int], Tensor]:
+            return lambda leaf, dim: leaf.select(dim, index)
+
+        results = [of_example(selecting(index)) for index in range(info.batch_size)]
         stacked = pytree.tree_map(lambda *each: torch.stack(each), results[0], *results[1:])
         return stacked, pytree.tree_map(lambda _: 0, stacked)
 
