@@ -122,9 +122,7 @@ class Float8BlockQuantizer(Quantizer):
             col_scale_inv if self.columnwise_usage else None,
         )
 
-    def _quantize_into(
-        self, x: Tensor, dst: QuantizedTensorStorage, noop_flag: Tensor | None, amax_reduction_group: Any
-    ) -> None:
+    def _check_target(self, dst: QuantizedTensorStorage) -> None:
         if not isinstance(dst, Float8BlockwiseQTensorStorage):
             raise TypeError(f"{type(self).__name__} cannot write into a {type(dst).__name__}")
         if dst._fp8_dtype != self.fp8_dtype:
@@ -140,6 +138,12 @@ class Float8BlockQuantizer(Quantizer):
         if isinstance(dst, QuantizedTensor):
             dst._require_whole("quantizing into it")
         dst._require_data()
+
+    def _quantize_into(
+        self, x: Tensor, dst: QuantizedTensorStorage, noop_flag: Tensor | None, amax_reduction_group: Any
+    ) -> None:
+        self._check_target(dst)
+        assert isinstance(dst, Float8BlockwiseQTensorStorage)  # checked
         fp8_block.quantize_out(
             x,
             fp8_element(self.fp8_dtype).code,

@@ -79,9 +79,7 @@ class IdentityQuantizer(Quantizer):
             return (data.clone(memory_format=torch.contiguous_format),)
         return (data.contiguous(),)
 
-    def _quantize_into(
-        self, x: Tensor, dst: QuantizedTensorStorage, noop_flag: Tensor | None, amax_reduction_group: Any
-    ) -> None:
+    def _check_target(self, dst: QuantizedTensorStorage) -> None:
         if not isinstance(dst, IdentityTensorStorage):
             raise TypeError(f"{type(self).__name__} cannot write into a {type(dst).__name__}")
         dst._require_data()
@@ -91,6 +89,13 @@ class IdentityQuantizer(Quantizer):
                 f"the target holds {dst._hp_data.dtype} and the quantizer makes {self.dtype};"
                 " quantize into a new tensor instead"
             )
+
+    def _quantize_into(
+        self, x: Tensor, dst: QuantizedTensorStorage, noop_flag: Tensor | None, amax_reduction_group: Any
+    ) -> None:
+        self._check_target(dst)
+        assert isinstance(dst, IdentityTensorStorage)  # checked
+        assert dst._hp_data is not None
         write_unless((dst._hp_data,), (_cast(x, dst._hp_data.dtype),), noop_flag)
 
     def _allocate_as(

@@ -123,9 +123,7 @@ class MXFP8Quantizer(Quantizer):
             col_scale_inv if self.columnwise_usage else None,
         )
 
-    def _quantize_into(
-        self, x: Tensor, dst: QuantizedTensorStorage, noop_flag: Tensor | None, amax_reduction_group: Any
-    ) -> None:
+    def _check_target(self, dst: QuantizedTensorStorage) -> None:
         if not isinstance(dst, MXFP8TensorStorage):
             raise TypeError(f"{type(self).__name__} cannot write into a {type(dst).__name__}")
         if dst._fp8_dtype != self.fp8_dtype:
@@ -134,6 +132,12 @@ class MXFP8Quantizer(Quantizer):
                 " quantize into a new tensor instead"
             )
         dst._require_data()
+
+    def _quantize_into(
+        self, x: Tensor, dst: QuantizedTensorStorage, noop_flag: Tensor | None, amax_reduction_group: Any
+    ) -> None:
+        self._check_target(dst)
+        assert isinstance(dst, MXFP8TensorStorage)  # checked
         mxfp8.quantize_out(
             x,
             fp8_element(self.fp8_dtype).code,

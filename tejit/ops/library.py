@@ -77,6 +77,8 @@ def _spec_over(inner: list[Tensor], shape: tuple[int, ...], quantizer: Any, dtyp
                 f"inner tensor {name} is {tensor.dtype} of shape {tuple(tensor.shape)}; for a tensor of shape"
                 f" {spec.shape} it must be {kind} of shape {tuple(size)}"
             )
+        if tensor.device != where:
+            raise ValueError(f"inner tensor {name} is on {tensor.device} and the first one on {where}; move one")
     return spec
 
 
@@ -108,6 +110,10 @@ def _quantize_split_fake(x: Tensor, sections: list[int], quantizers: list[Any]) 
 def _split(x: Tensor, sections: list[int], quantizers: list[Any]) -> tuple[Tensor, ...]:
     if len(sections) != len(quantizers):
         raise ValueError(f"{len(sections)} sections and {len(quantizers)} quantizers: each section needs its own")
+    if not isinstance(x, Tensor):  # the dispatcher lets None through
+        raise TypeError(f"cannot quantize a {type(x).__name__}; a torch.Tensor is needed")
+    if any(rows < 0 for rows in sections):
+        raise ValueError(f"sections {list(sections)} have a negative number of rows")
     if x.dim() == 0 or sum(sections) != x.shape[0]:
         raise ValueError(f"sections {list(sections)} do not add up to the first dimension of shape {tuple(x.shape)}")
     return torch.split(x, sections)

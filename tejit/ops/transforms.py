@@ -26,13 +26,23 @@ def one_by_one(op: Any) -> Callable[..., Any]:
     def rule(info: Any, in_dims: Any, *args: Any) -> Any:
         leaves, structure = pytree.tree_flatten(args)
         dims = structure.flatten_up_to(in_dims)
-        results = []
-        for index in range(info.batch_size):
+
+        def of_example(choose: Callable[[Tensor, int], Tensor]) -> Any:
             example = [
-                leaf.select(dim, index) if isinstance(leaf, Tensor) and dim is not None else leaf
+                choose(leaf, dim) if isinstance(leaf, Tensor) and dim is not None else leaf
                 for leaf, dim in zip(leaves, dims, strict=True)
             ]
-            results.append(op(*pytree.tree_unflatten(example, structure)))
+            return op(*pytree.tree_unflatten(example, structure))
+
+        if info.batch_size == 0:  # what one example would give says the shapes
+            one = of_example(lambda leaf, dim: leaf.new_zeros(leaf.shape[:dim] + leaf.shape[dim + 1 :]))
+            none = pytree.tree_map(lambda result: result.new_empty((0, *result.shape)), one)
+            return none, pytree.tree_map(lambda _: 0, none)
+
+        def selecting(index: int) -> Callable[[Tensor, int], Tensor]:
+            return lambda leaf, dim: leaf.select(dim, index)
+
+        results = [of_example(selecting(index)) for index in range(info.batch_size)]
         stacked = pytree.tree_map(lambda *each: torch.stack(each), results[0], *results[1:])
         return stacked, pytree.tree_map(lambda _: 0, stacked)
 

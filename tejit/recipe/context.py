@@ -7,8 +7,10 @@ from types import TracebackType
 
 import torch
 
+from tejit import compat
 from tejit import device as hardware
 from tejit.recipe.recipes import Float8CurrentScaling, Recipe
+from tejit.recipe.small_blocks import MXFP8BlockScaling
 
 
 class _State(threading.local):
@@ -21,7 +23,8 @@ class _State(threading.local):
 
 
 _state = _State()
-_DEFAULT = Float8CurrentScaling()
+#: Made once, outside any graph.
+_DEFAULT, _DEFAULT_MXFP8 = Float8CurrentScaling(), MXFP8BlockScaling()
 
 
 class autocast:
@@ -63,8 +66,19 @@ def current_recipe() -> Recipe | None:
 
 
 def default_recipe() -> Recipe:
-    """The recipe that ``autocast()`` takes when none is given: FP8 with current scaling."""
-    return _DEFAULT
+    """The recipe that ``autocast()`` takes when none is given, by torch's default device where one was set, else
+    cuda if there is one: MXFP8 on compute capability 10.x, FP8 with current scaling everywhere else."""
+    return _DEFAULT_MXFP8 if _mxfp8_is_default() else _DEFAULT
+
+
+@compat.constant_result
+def _mxfp8_is_default() -> bool:
+    capability = hardware.cuda_capability(hardware.resolve_device(None))
+    return capability is not None and capability[0] == _MXFP8_MAJOR
+
+
+#: Of the compute capability where MXFP8 is the default: data centre Blackwell.
+_MXFP8_MAJOR = 10
 
 
 def is_fp8_available(return_reason: bool = False, device: torch.device | str | None = None) -> bool | tuple[bool, str]:

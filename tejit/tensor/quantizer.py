@@ -155,6 +155,9 @@ class Quantizer(metaclass=compat.ValueMeta):
         """The buffers of quantized ``x`` as plain tensors, in the storage's order, None for an absent one."""
         raise NotImplementedError(f"{type(self).__name__} does not define quantize_inner")
 
+    def _check_target(self, dst: Storage) -> None:
+        """Raises where :meth:`_quantize_into` cannot write what this quantizer makes into ``dst``."""
+
     def _quantize_into(self, x: Tensor, dst: Storage, noop_flag: Tensor | None, amax_reduction_group: Any) -> None:
         raise NotImplementedError(f"{type(self).__name__} does not define _quantize_into")
 

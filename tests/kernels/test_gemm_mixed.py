@@ -112,6 +112,27 @@ def test_every_pair_against_float64(pair, device) -> None:
                 check(gemm(a, b, out_dtype, bias), a_values, b_values, out_dtype, bias, accumulation)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("whole", ["1x128 pow2", "128x128", "mxfp8", "float32", "bfloat16"])
+@pytest.mark.parametrize("factored", ["fp8 e4m3", "fp8 e5m2", "nvfp4", "nvfp4 row-scaled", "nvfp4 rotated"])
+def test_a_huge_operand_times_a_tiny_one_stays_finite(factored, whole, device) -> None:
+    # Codes without their factor times values near float32's limit left its range before the factor came.
+    torch.manual_seed(3)
+    tiny, huge = torch.randn(32, 64, device=device) * 1e-30, torch.randn(48, 64, device=device) * 5e37
+    for (left, a), (right, b) in (
+        ((factored, tiny), (whole, huge)),
+        ((whole, huge), (factored, tiny)),
+        ((factored, huge), (whole, tiny)),
+        ((whole, tiny), (factored, huge)),
+    ):
+        (a_operand, a_values), (b_operand, b_values) = MAKERS[left](a), MAKERS[right](b)
+        want = a_values.double() @ b_values.double().t()
+        terms = a_values.double().abs() @ b_values.double().abs().t()
+        got = gemm(a_operand, b_operand, torch.float32)
+        # 64 products and their sum in float32, the rotation by butterflies beside it.
+        assert ((got.double() - want).abs() <= 1e-5 * terms).all(), (left, right)
+
+
 @pytest.mark.parametrize("kind", list(MAKERS))
 def test_traced_as_in_eager(kind: str) -> None:
     torch._dynamo.reset()

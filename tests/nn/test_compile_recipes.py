@@ -113,3 +113,18 @@ def test_a_recipe_of_another_instance_recompiles() -> None:
             assert torch.equal(seen[-1], module(x))
         assert counter.frame_count == number
     assert not torch.equal(*seen)
+
+
+def test_rotated_by_unrotated_is_one_graph_from_one_block_to_several() -> None:
+    """A product that must undo one operand's Hadamard transform: 6 rows are one block of 16 and 40 are three."""
+    torch._dynamo.reset()
+    module = layers()
+    recipe = CustomRecipe(lambda role: tejit.NVFP4Quantizer(with_rht=role.tensor_type == "input"))
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(module, backend=counter, fullgraph=True)
+    with tejit.backend("auto"), tejit.autocast(recipe=recipe):
+        for rows in (6, 40, 64):
+            x = torch.randn(rows, 32)
+            for got, want in zip(step(compiled, module, x), step(module, module, x), strict=True):
+                assert torch.equal(got, want)
+    assert counter.frame_count == 1

@@ -107,6 +107,16 @@ def test_vmap_quantizes_each_example_by_itself(name) -> None:
     assert torch.equal(x.grad, torch.ones_like(x))
 
 
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_vmap_over_no_examples(name) -> None:
+    quantizer = QUANTIZERS[name]
+    inner = ops.quantize(torch.zeros(SHAPE), quantizer)
+    none = torch.vmap(lambda x: tuple(ops.quantize(x, quantizer)))(torch.empty(0, *SHAPE))
+    assert [(tuple(t.shape), t.dtype) for t in none] == [((0, *t.shape), t.dtype) for t in inner]
+    fake = torch.vmap(lambda x: ops.fake_quantize(x, quantizer), in_dims=1)(torch.empty(SHAPE[0], 0, *SHAPE[1:]))
+    assert tuple(fake.shape) == (0, *SHAPE)
+
+
 @pytest.mark.parametrize("device_type", ["cpu"])
 def test_autocast_leaves_dtypes_alone(device_type) -> None:
     quantizer = QUANTIZERS["identity"]  # its buffer shows the dtype in which an op computed
@@ -136,6 +146,12 @@ def test_errors_name_the_argument() -> None:
         ops.dequantize(inner[:2], (4, 8), q, torch.float32)
     with pytest.raises(ValueError, match=r"inner tensor _data is torch.uint8 of shape \(4, 8\).*\(8, 4\)"):
         ops.dequantize(inner, (8, 4), q, torch.float32)
+    with pytest.raises(ValueError, match="inner tensor _transpose is on meta and the first one on cpu"):
+        ops.dequantize([inner[0], inner[1].to("meta"), inner[2]], (4, 8), q, torch.float32)
+    with pytest.raises(TypeError, match="cannot quantize a NoneType"):
+        ops.quantize_split(None, [1], [q])
+    with pytest.raises(ValueError, match="negative number of rows"):
+        ops.quantize_split(x, [6, -2], [q, q])
     with pytest.raises(TypeError, match="name of a type in schemas"):
         schema._QuantizerType()
 

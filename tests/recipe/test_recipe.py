@@ -231,3 +231,31 @@ def test_one_context_in_two_threads_keeps_them_apart() -> None:
         thread.join()
         assert current_recipe() is outer
     assert inner == [None]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    ("capability", "name"),
+    [
+        (None, "Float8CurrentScaling"),
+        ((8, 0), "Float8CurrentScaling"),
+        ((9, 0), "Float8CurrentScaling"),
+        ((10, 0), "MXFP8BlockScaling"),
+        ((10, 3), "MXFP8BlockScaling"),
+        ((12, 0), "Float8CurrentScaling"),
+    ],
+)
+def test_the_default_recipe_is_the_hardware_s(capability, name, compiled, monkeypatch) -> None:
+    torch._dynamo.reset()
+    monkeypatch.setattr("tejit.recipe.context.hardware.cuda_capability", lambda device: capability)
+    layer, x = tejit.Linear(32, 32), torch.randn(32, 32)
+
+    def run(x):
+        with tejit.autocast():
+            return layer(x)
+
+    assert default_recipe() == getattr(tejit.recipe, name)()
+    with tejit.autocast(recipe=getattr(tejit.recipe, name)()):
+        want = layer(x)
+    got = torch.compile(run, backend="eager", fullgraph=True)(x) if compiled else run(x)
+    assert torch.equal(got, want)

@@ -21,7 +21,7 @@ from tejit import (
 )
 from tejit.dynamo import TensorSpec, is_value_opaque_quantizer
 from tejit.recipe import LinearQuantizers, Recipe
-from tejit.recipe.recipes import variants
+from tejit.recipe.recipes import linear_quantizers
 from tests.common import DTYPES, assert_bitwise_equal, provoking, short
 
 E5M2 = torch.float8_e5m2
@@ -132,6 +132,45 @@ def test_a_target_of_another_hybrid_is_refused() -> None:
         other.update_quantized(torch.randn(8, 16), Float8CurrentScalingQuantizer()(torch.randn(8, 16)))
 
 
+COLUMNS = {
+    "fp8": (Float8CurrentScalingQuantizer(), Float8CurrentScalingQuantizer(E5M2)),
+    "blocks": (Float8BlockQuantizer(), Float8BlockQuantizer(block_scaling_dim=1)),
+    "mxfp8": (tejit.MXFP8Quantizer(), tejit.MXFP8Quantizer(E5M2)),
+    "nvfp4": (tejit.NVFP4Quantizer(), tejit.NVFP4Quantizer(with_rht=True)),
+    "identity": (tejit.IdentityQuantizer(), tejit.IdentityQuantizer(dtype=torch.float16)),
+}
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_a_target_that_one_child_refuses_keeps_both_directions(name) -> None:
+    mine, theirs = [
+        HybridQuantizer(rowwise_quantizer=Float8CurrentScalingQuantizer(), columnwise_quantizer=child)
+        for child in COLUMNS[name]
+    ]
+    t = mine(torch.randn(32, 64))
+    before = t.clone()
+    with pytest.raises(TypeError, match="instead"):
+        theirs.update_quantized(torch.randn(32, 64), t)
+    for got, want in zip(t._inner(), before._inner(), strict=True):
+        assert (got is None) == (want is None)
+        if got is not None:
+            assert_bitwise_equal(got, want)
+
+
+def test_a_dependent_hybrid_quantizes_what_both_children_can() -> None:
+    q = HybridQuantizer(
+        rowwise_quantizer=tejit.NVFP4Quantizer(),
+        columnwise_quantizer=tejit.MXFP8Quantizer(),
+        columnwise_source="rowwise_dequantized",
+        rowwise=False,
+    )
+    x = torch.randn(32, 40)  # the columns are made of rows of 40, which NVFP4 has not
+    assert not q.is_quantizable(x)
+    with pytest.raises(ValueError, match="K = 40"):
+        q(x)
+    assert q.is_quantizable(torch.randn(32, 48))
+
+
 def test_constructed_from_nested_buffers() -> None:
     t = hybrid()(torch.randn(8, 16))
     storage = HybridQuantizedTensorStorage(**t.get_metadata())
@@ -199,8 +238,7 @@ class Custom(Recipe):
     """One quantizer for all three tensors of a layer."""
 
     def __init__(self, quantizer) -> None:
-        all_three = variants(quantizer)
-        object.__setattr__(self, "made", LinearQuantizers(all_three, all_three, all_three, 1, False, False, False))
+        object.__setattr__(self, "made", linear_quantizers(quantizer, quantizer, quantizer))
 
     @property
     def linear(self) -> LinearQuantizers:

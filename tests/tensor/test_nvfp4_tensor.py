@@ -357,3 +357,32 @@ def test_save_for_backward_protocol_and_repr() -> None:
             empty.dequantize()
         assert empty.restore_from_saved([*buffers, None]) == [None]
         assert_bitwise_equal(empty.dequantize(), values)
+
+
+@pytest.mark.parametrize("usage", [(True, True), (True, False)], ids=["both", "rowwise"])
+def test_tiles_stay_tiles_whatever_is_written(usage) -> None:
+    """Rows of 1x16 in a tensor that counts as tiles would be transposed as tiles, with other rows' scales."""
+    usages = {"rowwise": usage[0], "columnwise": usage[1]}
+    tiles = NVFP4Quantizer(with_2d_quantization=True, **usages)
+    rows = NVFP4Quantizer(**usages)
+    values = torch.randn(32, 32) * torch.logspace(-3, 3, 32)[None]
+    t = tiles(torch.randn(32, 32))
+    before = t.clone()
+    with pytest.raises(TypeError, match=r"tiles of 16x16.*with_2d_quantization.*new tensor"):
+        rows.update_quantized(values, t)
+    assert torch.equal(t.dequantize(), before.dequantize())
+    t.copy_(rows(values))
+    want = tiles(rows(values).dequantize())
+    for turned in (t.t(), want.t()):
+        assert torch.equal(turned.dequantize(), want.dequantize().t())
+    t.update_usage(rowwise_usage=False, columnwise_usage=True)
+    assert torch.equal(t.dequantize(), want.dequantize())
+
+
+def test_tiles_in_both_directions_are_not_rounded_at_random_one_by_one() -> None:
+    t = NVFP4Quantizer(with_2d_quantization=True)(torch.randn(32, 32))
+    random = NVFP4Quantizer(with_2d_quantization=True, stochastic_rounding=True)
+    with pytest.raises(TypeError, match="stochastic_rounding"):
+        random.update_quantized(torch.randn(32, 32), t)
+    t.copy_(random(torch.randn(32, 32)))
+    assert torch.equal(t.t().dequantize(), t.dequantize().t())

@@ -50,6 +50,9 @@ class Float8TensorQuantizer(Quantizer):
             },
         }
 
+    def _check_target(self, dst: Any) -> None:
+        self._target(dst)
+
     def _target(self, dst: QuantizedTensorStorage) -> Float8TensorStorage:
         """``dst``, if this quantizer can write into it."""
         if not isinstance(dst, Float8TensorStorage):

@@ -162,9 +162,7 @@ class HybridQuantizer(Quantizer):
             self.columnwise_quantizer._owned(column, x) if self.columnwise_usage else None,
         )
 
-    def _quantize_into(
-        self, x: Tensor, dst: QuantizedTensorStorage, noop_flag: Tensor | None, amax_reduction_group: Any
-    ) -> None:
+    def _check_target(self, dst: QuantizedTensorStorage) -> None:
         if not isinstance(dst, HybridQuantizedTensorStorage):
             raise TypeError(f"{type(self).__name__} cannot write into a {type(dst).__name__}")
         for mine, theirs in (
@@ -179,6 +177,18 @@ class HybridQuantizer(Quantizer):
         if isinstance(dst, QuantizedTensor):
             dst._require_whole("quantizing into it")
         dst._require_data()
+        for child, nested in (
+            (self.rowwise_quantizer, dst.rowwise_storage),
+            (self.columnwise_quantizer, dst.columnwise_storage),
+        ):
+            if nested is not None:  # both before either is written
+                child._check_target(nested)
+
+    def _quantize_into(
+        self, x: Tensor, dst: QuantizedTensorStorage, noop_flag: Tensor | None, amax_reduction_group: Any
+    ) -> None:
+        self._check_target(dst)
+        assert isinstance(dst, HybridQuantizedTensorStorage)  # checked
         row, column = dst.rowwise_storage, dst.columnwise_storage
         dependent = self._is_dependent()
         if row is not None:
@@ -212,8 +222,8 @@ class HybridQuantizer(Quantizer):
         return max(self.rowwise_quantizer.alignment(), self.columnwise_quantizer.alignment())
 
     def is_quantizable(self, x: Tensor) -> bool:
-        """Whether both children can quantize ``x``, as far as their directions are made."""
-        return (not self.rowwise_usage or self.rowwise_quantizer.is_quantizable(x)) and (
+        """Whether both children can quantize ``x``, as far as their directions are made or read."""
+        return (not (self.rowwise_usage or self._is_dependent()) or self.rowwise_quantizer.is_quantizable(x)) and (
             not self.columnwise_usage or self.columnwise_quantizer.is_quantizable(x)
         )
 

@@ -213,9 +213,7 @@ class NVFP4Quantizer(Quantizer):
             amax_col if self.columnwise_usage else None,
         )
 
-    def _quantize_into(
-        self, x: Tensor, dst: QuantizedTensorStorage, noop_flag: Tensor | None, amax_reduction_group: Any
-    ) -> None:
+    def _check_target(self, dst: QuantizedTensorStorage) -> None:
         if not isinstance(dst, NVFP4TensorStorage):
             raise TypeError(f"{type(self).__name__} cannot write into a {type(dst).__name__}")
         dst._require_data()
@@ -229,11 +227,22 @@ class NVFP4Quantizer(Quantizer):
                     f"the target has {name}={theirs!r} and the quantizer {name}={mine!r}; quantize into a new tensor"
                     " instead"
                 )
+        if dst._is_2d() and not dst._keeps_tiles_of(self):
+            raise TypeError(
+                "the target holds tiles of 16x16 whose directions have the same values, and the quantizer (see"
+                " with_2d_quantization, stochastic_rounding) would not make such; quantize into a new tensor instead"
+            )
         if dst._columnwise_data is not None and dst._rotation() != (self._sign_mask() if self.with_rht else None):
             raise TypeError(
                 "the target's columnwise data and the quantizer's differ in with_rht or with_random_sign_mask;"
                 " quantize into a new tensor instead"
             )
+
+    def _quantize_into(
+        self, x: Tensor, dst: QuantizedTensorStorage, noop_flag: Tensor | None, amax_reduction_group: Any
+    ) -> None:
+        self._check_target(dst)
+        assert isinstance(dst, NVFP4TensorStorage)  # checked
         rowwise, columnwise = dst._rowwise_data is not None, dst._columnwise_data is not None
         row_amax, col_amax = self._reduced_amax(x, rowwise, columnwise, amax_reduction_group)
         nvfp4.quantize_out(

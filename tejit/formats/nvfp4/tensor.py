@@ -130,6 +130,16 @@ class NVFP4TensorStorage(QuantizedTensorStorage):
         quantizer: Any = self._quantizer
         return quantizer is not None and quantizer.with_2d_quantization
 
+    def _keeps_tiles_of(self, quantizer: Any) -> bool:
+        """Whether what ``quantizer`` makes may take the place of these tiles, of which transposes and
+        ``update_usage`` believe what this tensor's own quantizer says."""
+        own: Any = self._quantizer
+        usages = self.get_usages()
+        alone = usages["rowwise"] != usages["columnwise"]
+        return quantizer.with_2d_quantization and (
+            alone or own.stochastic_rounding or not quantizer.stochastic_rounding
+        )
+
     def _rotation(self) -> int | None:
         """The sign mask of the transform that columnwise data went through; None where it did not."""
         quantizer: Any = self._quantizer
@@ -323,6 +333,8 @@ class NVFP4Tensor(QuantizedTensor, NVFP4TensorStorage):
         if any(mine[name] != theirs[name] for name in _LAYOUT):
             return False
         if self._columnwise_data is not None and self._rotation() != source._rotation():
+            return False
+        if self._is_2d() and (source._quantizer is None or not self._keeps_tiles_of(source._quantizer)):
             return False
         return self._copy_inner(source)
 

@@ -12,7 +12,7 @@ from tejit import device as hardware
 from tejit.format_info import E2M1, E4M3, E5M2, FP8_BLOCK, FP8_ELEMENTS, FP8_GEMM_ALIGNMENT
 from tejit.kernels import fp8_block
 from tejit.kernels.gemm.emulated import rounded
-from tejit.kernels.gemm.operand import FP8, MXFP8, NVFP4, Operand, scaled
+from tejit.kernels.gemm.operand import FP8, MXFP8, NVFP4, Operand, factor, scaled
 from tejit.kernels.padding import known_zero, padded
 from tejit.kernels.swizzle import swizzle
 
@@ -139,7 +139,7 @@ def _nvfp4(a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None) 
     )
     if not known_zero(-n % FP8_GEMM_ALIGNMENT):
         out = out[:, :n]
-    return _finished(scaled(out, a, b), bias, out_dtype)
+    return _finished(scaled(out, factor(a), factor(b)), bias, out_dtype)
 
 
 def _swizzled(operand: Operand) -> Tensor:

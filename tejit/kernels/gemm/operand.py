@@ -13,6 +13,10 @@ from tejit.kernels.fp8.reference import values_of
 FP8, MXFP8, NVFP4, PLAIN = "fp8", "mxfp8", "nvfp4", "plain"
 
 
+#: The exponent among a float32's bits.
+_EXPONENT = 0x7F800000
+
+
 class Operand(NamedTuple):
     """A quantized matrix as a GEMM reads it, contracted dimension last.
 
@@ -77,9 +81,17 @@ def factor(operand: Operand) -> Tensor | None:
     return operand.scale_inv if operand.kind == FP8 and not operand.block_dim else None
 
 
-def scaled(product: Tensor, a: Operand, b: Operand) -> Tensor:
-    """``product`` of the values of ``a`` and ``b``, float32 ``(M, N)``, times the factors of both."""
-    first, second = factor(a), factor(b)
+def power_of_two(factor: Tensor) -> Tensor:
+    """The largest power of two that is not above each factor (2^-126 where that is subnormal; 1 for inf and NaN).
+
+    Times it, values of any dtype keep their bits; ``factor / power`` is exact too.
+    """
+    power = (factor.view(torch.int32) & _EXPONENT).view(torch.float32)
+    return torch.where(power.isinf(), torch.ones_like(power), power.clamp(min=torch.finfo(torch.float32).tiny))
+
+
+def scaled(product: Tensor, first: Tensor | None, second: Tensor | None) -> Tensor:
+    """``product`` of two operands' values, float32 ``(M, N)``, times the :func:`factor` of both."""
     if first is not None and first.shape[0] != 1:
         first = first[:, None]
     if first is None or second is None:

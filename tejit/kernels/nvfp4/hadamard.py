@@ -16,30 +16,28 @@ SIZE = NVFP4.block or 0
 _FACTOR = SIZE**-0.5
 
 
-def _signs(sign_mask: int, device: torch.device) -> Tensor:
-    """float32 ``(16, 1)``: -1 where the mask's bit is set."""
-    bits = (sign_mask >> torch.arange(SIZE, device=device)) & 1
-    return (1 - 2 * bits).to(torch.float32)[:, None]
+def _signs(row: Tensor, sign_mask: int) -> Tensor:
+    """float32 ``(M, 1)``: -1 where the mask's bit of a row's place in its block is set."""
+    return (1 - 2 * ((sign_mask >> (row % SIZE)) & 1)).to(torch.float32)[:, None]
 
 
-def _butterflies(blocks: Tensor) -> Tensor:
-    """``4 H`` along dimension 1 of ``(n, 16, K)``: radix-2 steps of strides 1, 2, 4, 8 in this order."""
-    index = torch.arange(SIZE, device=blocks.device)
+def _butterflies(x: Tensor, row: Tensor) -> Tensor:
+    """``4 H`` along each 16 rows of ``(M, K)``: radix-2 steps of strides 1, 2, 4, 8 in this order."""
+    # Rows are gathered, not reshaped to (M / 16, 16, K): a graph of 16 rows would be another one than of more.
     for stride in (1, 2, 4, 8):
-        own = (1 - 2 * ((index & stride) != 0).to(torch.int64)).to(torch.float32)[:, None]
-        blocks = blocks[:, index ^ stride] + blocks * own  # a + b where the bit is clear, a - b where it is set
-    return blocks
+        own = (1 - 2 * ((row & stride) != 0).to(torch.int64)).to(torch.float32)[:, None]
+        x = x[row ^ stride] + x * own  # a + b where the bit is clear, a - b where it is set
+    return x
 
 
 def rotate(x: Tensor, sign_mask: int) -> Tensor:
     """The transform of ``x`` ``(M, K)``, M a multiple of 16: bfloat16 ``(M, K)``, computed in float32."""
-    rows, columns = x.shape
-    blocks = x.to(torch.float32).reshape(rows // SIZE, SIZE, columns) * _signs(sign_mask, x.device)
-    return as_rounded((_butterflies(blocks) * _FACTOR).to(torch.bfloat16)).reshape(rows, columns)
+    row = torch.arange(x.shape[0], device=x.device)
+    signed = x.to(torch.float32) * _signs(row, sign_mask)
+    return as_rounded((_butterflies(signed, row) * _FACTOR).to(torch.bfloat16))
 
 
 def rotate_back(y: Tensor, sign_mask: int) -> Tensor:
     """The inverse transform of float32 ``y`` ``(M, K)``, in float32."""
-    rows, columns = y.shape
-    blocks = _butterflies(y.reshape(rows // SIZE, SIZE, columns)) * _FACTOR
-    return (blocks * _signs(sign_mask, y.device)).reshape(rows, columns)
+    row = torch.arange(y.shape[0], device=y.device)
+    return (_butterflies(y, row) * _FACTOR) * _signs(row, sign_mask)
