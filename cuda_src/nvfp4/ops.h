@@ -21,6 +21,7 @@ inline constexpr char kQuantizeOp[] = "tejit::nvfp4_quantize";
 inline constexpr char kQuantizeOutOp[] = "tejit::nvfp4_quantize_out";
 inline constexpr char kAmaxOp[] = "tejit::nvfp4_amax";
 inline constexpr char kMakeEmptyOp[] = "tejit::nvfp4_make_empty";
+inline constexpr double kE2m1Max = 6.0;
 
 using Shape = std::vector<std::int64_t>;
 using Six = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
@@ -254,30 +255,52 @@ inline Call call_of(const Tensor& x, const Matrix& m, int dtype, const Mode& mod
           col};
 }
 
-// Nothing to launch for a tensor without elements: its amax is 0, or what was given.
-inline void write_empty_amax(const MaybeTensor& amax, const MaybeTensor& given) {
+// One of torch's own operations on tensors, by its name and overload.
+template <typename... Tensors>
+inline Tensor torch_op(const char* name, const char* overload, const Tensors&... arguments) {
+  StableIValue stack[] = {torch::stable::detail::from(arguments)...};
+  if (torch_call_dispatcher(name, overload, stack, TORCH_ABI_VERSION) != TORCH_SUCCESS) {
+    fail("tejit: ", name, " failed: ", torch_reason());
+  }
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+// No kernel of ours to launch for a tensor without elements: its amax is 0, or what was given as it is
+// stored; the flag is obeyed on the device, as kernels do.
+inline void write_empty_amax(const MaybeTensor& amax, const MaybeTensor& given, int e4m3_max,
+                             const MaybeTensor& noop, const Device& device) {
   if (!amax) return;
   Tensor to = *amax;
-  if (given) {
-    torch::stable::copy_(to, *given);
-  } else {
+  if (!given && !noop) {
     torch::stable::zero_(to);
+    return;
   }
+  Tensor value = empty_floats(1, device);
+  torch::stable::fill_(value, given ? kE2m1Max * e4m3_max : 0.0);
+  if (given) value = torch_op("aten::where", "self", torch_op("aten::isinf", "", *given), value, *given);
+  if (noop) {
+    Tensor one = empty_floats(1, device);
+    torch::stable::fill_(one, 1.0);
+    const Tensor skip = torch_op("aten::eq", "Tensor", one, torch::stable::flatten(*noop));
+    value = torch_op("aten::where", "self", skip, to, value);
+  }
+  torch::stable::copy_(to, value);
 }
 
 // The device of x is current.
-inline void quantize_on_cuda(const Tensor& x, int dtype, const Mode& mode, const float* noop,
+inline void quantize_on_cuda(const Tensor& x, int dtype, const Mode& mode, const MaybeTensor& noop,
                              const MaybeTensor& amax_row, const MaybeTensor& amax_col, const Output& row,
                              const Output& col) {
+  const Device device = device_of(x);
   if (x.numel() == 0) {
-    write_empty_amax(amax_row, mode.row_amax);
-    write_empty_amax(amax_col, mode.col_amax);
+    write_empty_amax(amax_row, mode.row_amax, mode.e4m3_max, noop, device);
+    write_empty_amax(amax_col, mode.col_amax, mode.e4m3_max, noop, device);
     return;
   }
-  const Device device = device_of(x);
   const Tensor values = as_contiguous(x);
-  launch_quantize(Launcher(device.index), device,
-                  call_of(values, matrix_of(shape_of(x)), dtype, mode, noop, row, col));
+  launch_quantize(
+      Launcher(device.index), device,
+      call_of(values, matrix_of(shape_of(x)), dtype, mode, pointer_to<const float>(noop), row, col));
 }
 
 // --- the ops, whose two devices share checks and allocation ---
@@ -301,7 +324,7 @@ inline Six quantize(const Tensor& x, bool rowwise, bool columnwise, bool rht, st
     const Output col =
         output_of(held(columnwise, std::get<2>(out)), held(columnwise, std::get<3>(out)), b, col_amax);
     if constexpr (kCuda) {
-      quantize_on_cuda(x, dtype, mode, nullptr, a, b, row, col);
+      quantize_on_cuda(x, dtype, mode, {}, a, b, row, col);
     } else {
       quantize_on_cpu(x, dtype, mode, {rowwise, columnwise}, row, col);
     }
@@ -342,7 +365,7 @@ inline void quantize_out(const Tensor& x, bool rht, std::int64_t sign_mask, bool
   const Output to_col = output_of(col, col_scale_inv, amax_col, col_amax);
   if constexpr (kCuda) {
     const DeviceGuard guard(device.index);
-    quantize_on_cuda(x, dtype, mode, pointer_to<const float>(noop), amax_row, amax_col, to_row, to_col);
+    quantize_on_cuda(x, dtype, mode, noop, amax_row, amax_col, to_row, to_col);
   } else {
     if (noop && *pointer_to<const float>(noop) == 1.0f) return;
     quantize_on_cpu(x, dtype, mode, {row.has_value(), col.has_value()}, to_row, to_col);
@@ -374,8 +397,8 @@ inline Two amax(const Tensor& x, bool rowwise, bool columnwise, bool rht, std::i
     const MaybeTensor a = rowwise ? MaybeTensor(std::get<0>(out)) : MaybeTensor();
     const MaybeTensor b = columnwise ? MaybeTensor(std::get<1>(out)) : MaybeTensor();
     if (x.numel() == 0) {
-      write_empty_amax(a, {});
-      write_empty_amax(b, {});
+      write_empty_amax(a, {}, mode.e4m3_max, {}, device);
+      write_empty_amax(b, {}, mode.e4m3_max, {}, device);
       return out;
     }
     const Tensor values = as_contiguous(x);

@@ -234,6 +234,17 @@ class NVFP4Quantizer(Quantizer):
                 "the target's columnwise data and the quantizer's differ in with_rht or with_random_sign_mask;"
                 " quantize into a new tensor instead"
             )
+        # What the target's own quantizer says of its bytes, update_usage and t() rely on.
+        if dst._is_2d() and not self.with_2d_quantization:
+            raise TypeError(
+                "the target has with_2d_quantization=True and the quantizer with_2d_quantization=False; quantize into"
+                " a new tensor instead"
+            )
+        if dst._turns_exactly() and self.stochastic_rounding:
+            raise TypeError(
+                "the target's two directions hold the same values, which stochastic_rounding=True would not give;"
+                " quantize into a new tensor instead"
+            )
         rowwise, columnwise = dst._rowwise_data is not None, dst._columnwise_data is not None
         row_amax, col_amax = self._reduced_amax(x, rowwise, columnwise, amax_reduction_group)
         nvfp4.quantize_out(

@@ -130,6 +130,11 @@ class NVFP4TensorStorage(QuantizedTensorStorage):
         quantizer: Any = self._quantizer
         return quantizer is not None and quantizer.with_2d_quantization
 
+    def _turns_exactly(self) -> bool:
+        """Whether columnwise data is the transpose of rowwise data: tiles whose elements were rounded alike."""
+        quantizer: Any = self._quantizer
+        return self._is_2d() and not quantizer.stochastic_rounding and not self._nvfp4_use_4over6
+
     def _rotation(self) -> int | None:
         """The sign mask of the transform that columnwise data went through; None where it did not."""
         quantizer: Any = self._quantizer
@@ -304,12 +309,10 @@ class NVFP4Tensor(QuantizedTensor, NVFP4TensorStorage):
         No quantizer makes rotated rowwise data, or row-scaled tensors without it. And where both directions are
         there, they hold the same values only if they share tiles and rounded alike; else values would change.
         """
-        quantizer: Any = self._quantizer
         usages = self.get_usages()
         if self._rotation() is not None or (self._row_scaled_nvfp4 and not usages["columnwise"]):
             return False
-        same = self._is_2d() and not quantizer.stochastic_rounding and not self._nvfp4_use_4over6
-        return same or usages["rowwise"] != usages["columnwise"]
+        return self._turns_exactly() or usages["rowwise"] != usages["columnwise"]
 
     def _over(self, inner: Inner, shape: tuple[int, ...], stride: tuple[int, ...] | None) -> Any:
         """A view of the whole tensor: it has all blocks, and may be written to."""
@@ -323,6 +326,9 @@ class NVFP4Tensor(QuantizedTensor, NVFP4TensorStorage):
         if any(mine[name] != theirs[name] for name in _LAYOUT):
             return False
         if self._columnwise_data is not None and self._rotation() != source._rotation():
+            return False
+        # What the quantizer says of the bytes, update_usage and t() rely on: it must be true of the new ones too.
+        if (self._is_2d() and not source._is_2d()) or (self._turns_exactly() and not source._turns_exactly()):
             return False
         return self._copy_inner(source)
 
