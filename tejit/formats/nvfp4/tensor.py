@@ -45,6 +45,10 @@ class NVFP4TensorStorage(QuantizedTensorStorage):
     _columnwise_scale_inv: Annotated[Tensor | None, InnerTensor("columnwise_scale_inv")]
     _amax_rowwise: Annotated[Tensor | None, InnerTensor("amax_rowwise")]
     _amax_columnwise: Annotated[Tensor | None, InnerTensor("amax_columnwise")]
+    _TOGETHER = (
+        ("_rowwise_data", "_rowwise_scale_inv", "_amax_rowwise"),
+        ("_columnwise_data", "_columnwise_scale_inv", "_amax_columnwise"),
+    )
     _STATE = (
         *QuantizedTensorStorage._STATE,
         "_fp4_dtype",
@@ -103,6 +107,8 @@ class NVFP4TensorStorage(QuantizedTensorStorage):
         self._nvfp4_use_4over6, self._nvfp4_e4m3_max = mode[3:]
         if self._fp4_dtype != FP4_DTYPE:
             raise ValueError(f"fp4_dtype is {self._fp4_dtype!r}; it must be {FP4_DTYPE!r}")
+        if self._nvfp4_e4m3_max not in nvfp4.E4M3_MAXIMA:
+            raise ValueError(f"nvfp4_e4m3_max is {self._nvfp4_e4m3_max!r}; it must be 448 or 256")
         self._quantizer = quantizer
         self._dtype = dtype
 
