@@ -212,6 +212,7 @@ class Float8BlockwiseQTensorStorage(QuantizedTensorStorage):
     _rowwise_scale_inv: Annotated[Tensor | None, InnerTensor("rowwise_scale_inv")]
     _columnwise_data: Annotated[Tensor | None, InnerTensor("columnwise_data")]
     _columnwise_scale_inv: Annotated[Tensor | None, InnerTensor("columnwise_scale_inv")]
+    _TOGETHER = (("_rowwise_data", "_rowwise_scale_inv"), ("_columnwise_data", "_columnwise_scale_inv"))
     _STATE = (*QuantizedTensorStorage._STATE, "_fp8_dtype", "_is_2D_scaled")
 
     _fp8_dtype: torch.dtype
@@ -374,6 +375,10 @@ class Float8BlockwiseQTensor(QuantizedTensor, Float8BlockwiseQTensorStorage):
     def _view(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         row, row_scale_inv, col, col_scale_inv = self._inner()
         if swaps_matrix(func, args, self.dim()):  # what was scaled along the rows now is along the columns
+            if not self._is_2D_scaled and row is not None and col is not None:
+                return (
+                    NotImplemented  # with blocks of 1x128 both directions hold values of their own: they would change
+                )
             shape = (self.shape[1], self.shape[0])
             return self._over((col, col_scale_inv, row, row_scale_inv), shape, (self.stride(1), self.stride(0)))
         if func not in _RESHAPES or self.dim() == 0:

@@ -208,6 +208,7 @@ class MXFP8TensorStorage(QuantizedTensorStorage):
     _rowwise_scale_inv: Annotated[Tensor | None, InnerTensor("rowwise_scale_inv")]
     _columnwise_data: Annotated[Tensor | None, InnerTensor("columnwise_data")]
     _columnwise_scale_inv: Annotated[Tensor | None, InnerTensor("columnwise_scale_inv")]
+    _TOGETHER = (("_rowwise_data", "_rowwise_scale_inv"), ("_columnwise_data", "_columnwise_scale_inv"))
     _STATE = (*QuantizedTensorStorage._STATE, "_fp8_dtype", "_with_gemm_swizzled_scales")
 
     _fp8_dtype: torch.dtype

@@ -175,7 +175,9 @@ def _fresh(like: Any, shape: tuple[int, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     usages = like.get_usages()
     quantizer = like._quantizer.replace(
-        internal=False, rowwise_usage=usages["rowwise"], columnwise_usage=usages["columnwise"]
+        internal=False,
+        rowwise_usage=usages["rowwise"] or like._quantizer.needs_rowwise(),
+        columnwise_usage=usages["columnwise"],
     )
     return quantizer.make_empty(
         shape,

@@ -237,7 +237,7 @@ class Quantizer(metaclass=compat.ValueMeta):
             A quantized tensor, differentiable straight through; a bare storage where the quantizer is ``internal``.
 
         Raises:
-            TypeError: ``x`` or ``dtype`` has another dtype.
+            TypeError: ``x`` or ``dtype`` has another dtype, ``x`` is sparse or no tensor.
             ValueError: ``noop_flag`` without ``out``, or no direction is wanted.
             RuntimeError: ``out`` or ``x`` requires grad in grad mode; like torch's, ``out=`` has no derivative.
         """
@@ -271,11 +271,12 @@ class Quantizer(metaclass=compat.ValueMeta):
         ``dst`` keeps its nominal dtype and gets what this quantizer produces for the buffers it has.
 
         Raises:
-            TypeError: ``dst`` is of another format, or ``src`` of another dtype.
+            TypeError: ``dst`` is of another format, ``src`` of another dtype or no tensor, ``noop_flag`` no tensor.
             ValueError: the shapes differ, or ``noop_flag`` is not one float32 element on ``dst``'s device.
             RuntimeError: ``dst`` is a tensor and it or ``src`` requires grad in grad mode (``dst.copy_(src)`` is
                 differentiable; ``torch.no_grad()`` says that no derivative is wanted).
         """
+        self._check_input(src, None)
         if isinstance(dst, Tensor):
             if torch.is_grad_enabled() and (dst.requires_grad or src.requires_grad):
                 which = "target" if dst.requires_grad else "input"
@@ -296,10 +297,16 @@ class Quantizer(metaclass=compat.ValueMeta):
         amax_reduction_group: Any = None,
     ) -> None:
         self._check_input(src, None)
+        if not isinstance(dst, Tensor) and not hasattr(dst, "_INNER_TENSORS"):
+            raise TypeError(
+                f"{type(self).__name__} cannot write into a {type(dst).__name__}; give it a quantized tensor or storage"
+            )
         if tuple(src.shape) != tuple(dst.shape):
             raise ValueError(
                 f"cannot quantize a tensor of shape {tuple(src.shape)} into one of shape {tuple(dst.shape)}"
             )
+        if noop_flag is not None and not isinstance(noop_flag, Tensor):
+            raise TypeError(f"noop_flag is {noop_flag!r}; it must be a float32 tensor with one element")
         if noop_flag is not None and (
             noop_flag.dtype != torch.float32 or noop_flag.numel() != 1 or noop_flag.device != dst.device
         ):
@@ -313,6 +320,8 @@ class Quantizer(metaclass=compat.ValueMeta):
     def _check_input(self, x: Tensor, dtype: torch.dtype | None) -> torch.dtype:
         if not isinstance(x, Tensor):
             raise TypeError(f"cannot quantize a {type(x).__name__}; a torch.Tensor is needed")
+        if x.layout != torch.strided:
+            raise TypeError(f"cannot quantize a tensor of layout {x.layout}; use x.to_dense()")
         nominal = x.dtype if dtype is None else dtype
         for name, value in (("input", x.dtype), ("dtype", nominal)):
             if value not in HIGH_PRECISION_DTYPES:
@@ -345,7 +354,7 @@ class Quantizer(metaclass=compat.ValueMeta):
         where = hardware.resolve_device(device)
         size = tuple(shape)
         for index, length in enumerate(size):
-            if not isinstance(length, int) or length < 0:
+            if isinstance(length, bool) or not isinstance(length, int) or length < 0:
                 raise ValueError(f"dimension {index} of shape {size} is {length!r}; it must be an int of at least 0")
         metadata = self.create_metadata(size, dtype=dtype, requires_grad=requires_grad)
         inner = self._allocate_as(size, where, pin_memory, dtype)

@@ -27,6 +27,9 @@ class QuantizedTensorStorage:
     #: ``{attribute: constructor keyword}`` of the buffers, in order; collected when the class is made.
     _INNER_TENSORS: ClassVar[dict[str, str]] = {}
 
+    #: Buffers of which none is there without the others; in the order of declaration.
+    _TOGETHER: ClassVar[tuple[tuple[str, ...], ...]] = ()
+
     #: Attributes beside the buffers that make up the object.
     _STATE: ClassVar[tuple[str, ...]] = ("_quantizer", "_dtype", "_shares_scale", "_known_shape", "_known_device")
 
@@ -141,7 +144,11 @@ class QuantizedTensorStorage:
         raise NotImplementedError(f"{type(self).__name__} does not define _buffer_shapes")
 
     def _check_buffers(self) -> None:
-        """Raises ``pickle.UnpicklingError`` where a buffer does not fit the logical shape."""
+        """Raises ``pickle.UnpicklingError`` where a buffer does not fit the logical shape, or one of several that go
+        together is missing."""
+        for names in self._TOGETHER:
+            if len({getattr(self, name) is None for name in names}) > 1:
+                raise pickle.UnpicklingError(f"of {', '.join(names)} of this {type(self).__name__} only some are there")
         for name, (shape, dtype) in self._buffer_shapes().items():
             buffer = getattr(self, name)
             if buffer is not None and (tuple(buffer.shape) != shape or buffer.dtype != dtype):

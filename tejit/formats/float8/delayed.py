@@ -34,8 +34,8 @@ class Float8Quantizer(Float8TensorQuantizer):
         rowwise, columnwise, internal, optimize_for_gemm: as in :class:`Float8CurrentScalingQuantizer`.
 
     Raises ``TypeError`` for another ``fp8_dtype``, a flag that is no bool, or state that is no float32 tensor,
-    ``ValueError`` for state of another shape or on two devices. A tensor on another device than the state cannot be
-    quantized: ``ValueError``.
+    ``ValueError`` for state of another shape, on two devices or in one tensor. A tensor on another device than the
+    state cannot be quantized: ``ValueError``.
     """
 
     scale: Tensor
@@ -56,6 +56,8 @@ class Float8Quantizer(Float8TensorQuantizer):
         fp8_element(fp8_dtype)
         _check_state("scale", scale)
         _check_state("amax", amax)
+        if scale is amax:
+            raise ValueError("scale and amax are one tensor; what is seen would overwrite the scale: give two")
         if scale.device != amax.device:
             raise ValueError(f"scale is on {scale.device} and amax on {amax.device}; both must be on one device")
         self._init_fields(fp8_dtype=fp8_dtype, scale=scale, amax=amax)

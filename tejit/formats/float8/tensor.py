@@ -5,6 +5,7 @@ Buffers: ``_data`` (uint8, the logical shape), ``_transpose`` (uint8, last dimen
 both directions; on all others columnwise use needs the transposed copy.
 """
 
+import pickle
 from typing import Annotated, Any
 
 import torch
@@ -103,6 +104,11 @@ class Float8TensorStorage(QuantizedTensorStorage):
     def _transposed_bytes(self) -> Tensor:
         return self._transpose if self._transpose is not None else fp8.reference.transpose_bytes(self._rowwise_bytes())
 
+    def _check_buffers(self) -> None:
+        super()._check_buffers()
+        if (self._scale_inv is None) != (self._data is None and self._transpose is None):
+            raise pickle.UnpicklingError(f"this {type(self).__name__} has bytes without a scale, or a scale alone")
+
     def _buffer_shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return {
             "_data": (tuple(self.shape), torch.uint8),
@@ -191,7 +197,8 @@ class Float8Tensor(QuantizedTensor, Float8TensorStorage):
         """The transposed bytes of a view, where the buffers hold them already."""
         if self._transpose is None or result.dim() == 0:
             return None
-        if func is aten.view.default and result.shape[-1] == self.shape[-1]:  # only leading dimensions changed
+        if func is aten.view.default and (self.dim() == 0 or result.shape[-1] == self.shape[-1]):
+            # Only leading dimensions changed, or there is one element.
             return self._transpose.view(fp8.transposed_shape(tuple(result.shape)))
         return self._data if swaps_matrix(func, args, self.dim()) else None
 

@@ -102,7 +102,10 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
     def _check_buffers(self) -> None:
         super()._check_buffers()
         for nested in (self.rowwise_storage, self.columnwise_storage):
-            if nested is not None and not any(nested.get_usages().values()):
+            if nested is None:
+                continue
+            nested._check_buffers()
+            if not any(nested.get_usages().values()):
                 raise pickle.UnpicklingError(f"a direction of this {type(self).__name__} has scales and no data")
 
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:

@@ -45,6 +45,10 @@ class NVFP4TensorStorage(QuantizedTensorStorage):
     _columnwise_scale_inv: Annotated[Tensor | None, InnerTensor("columnwise_scale_inv")]
     _amax_rowwise: Annotated[Tensor | None, InnerTensor("amax_rowwise")]
     _amax_columnwise: Annotated[Tensor | None, InnerTensor("amax_columnwise")]
+    _TOGETHER = (
+        ("_rowwise_data", "_rowwise_scale_inv", "_amax_rowwise"),
+        ("_columnwise_data", "_columnwise_scale_inv", "_amax_columnwise"),
+    )
     _STATE = (
         *QuantizedTensorStorage._STATE,
         "_fp4_dtype",
@@ -103,6 +107,8 @@ class NVFP4TensorStorage(QuantizedTensorStorage):
         self._nvfp4_use_4over6, self._nvfp4_e4m3_max = mode[3:]
         if self._fp4_dtype != FP4_DTYPE:
             raise ValueError(f"fp4_dtype is {self._fp4_dtype!r}; it must be {FP4_DTYPE!r}")
+        if self._nvfp4_e4m3_max not in nvfp4.E4M3_MAXIMA:
+            raise ValueError(f"nvfp4_e4m3_max is {self._nvfp4_e4m3_max!r}; it must be 448 or 256")
         self._quantizer = quantizer
         self._dtype = dtype
 
@@ -139,6 +145,11 @@ class NVFP4TensorStorage(QuantizedTensorStorage):
         return quantizer.with_2d_quantization and (
             alone or own.stochastic_rounding or not quantizer.stochastic_rounding
         )
+
+    def _turns_exactly(self) -> bool:
+        """Whether columnwise data is the transpose of rowwise data: tiles whose elements were rounded alike."""
+        quantizer: Any = self._quantizer
+        return self._is_2d() and not quantizer.stochastic_rounding and not self._nvfp4_use_4over6
 
     def _rotation(self) -> int | None:
         """The sign mask of the transform that columnwise data went through; None where it did not."""
@@ -314,12 +325,10 @@ class NVFP4Tensor(QuantizedTensor, NVFP4TensorStorage):
         No quantizer makes rotated rowwise data, or row-scaled tensors without it. And where both directions are
         there, they hold the same values only if they share tiles and rounded alike; else values would change.
         """
-        quantizer: Any = self._quantizer
         usages = self.get_usages()
         if self._rotation() is not None or (self._row_scaled_nvfp4 and not usages["columnwise"]):
             return False
-        same = self._is_2d() and not quantizer.stochastic_rounding and not self._nvfp4_use_4over6
-        return same or usages["rowwise"] != usages["columnwise"]
+        return self._turns_exactly() or usages["rowwise"] != usages["columnwise"]
 
     def _over(self, inner: Inner, shape: tuple[int, ...], stride: tuple[int, ...] | None) -> Any:
         """A view of the whole tensor: it has all blocks, and may be written to."""

@@ -145,7 +145,18 @@ def _delayed(
 
 
 def write_unless(old: tuple[Tensor | None, ...], new: tuple[Tensor, ...], noop: Tensor | None) -> None:
-    """Copy ``new`` into ``old`` (None: not wanted), except where ``noop`` is 1.0."""
+    """Copy ``new`` into ``old`` (None: not wanted), except where ``noop`` is 1.0.
+
+    Raises ``RuntimeError``, before anything is written, for a buffer of another dtype or shape, as the kernels do.
+    """
+    for mine, fresh in zip(old, new, strict=True):
+        # Not the shape while compiling: it would be a guard on the size.
+        shape_differs = mine is not None and not torch.compiler.is_compiling() and mine.shape != fresh.shape
+        if mine is not None and (mine.dtype != fresh.dtype or shape_differs):
+            raise RuntimeError(
+                f"tejit: a buffer to write has dtype {mine.dtype} and shape {tuple(mine.shape)}, but {fresh.dtype} and"
+                f" shape {tuple(fresh.shape)} are needed for this x; allocate it with make_empty"
+            )
     for mine, fresh in zip(old, new, strict=True):
         if mine is not None:
             # `where` rather than `if`: the flag is read on the device, so a captured graph obeys it too.

@@ -48,8 +48,8 @@ def e2m1_values(codes: Tensor) -> Tensor:
 
 
 def pack(codes: Tensor) -> Tensor:
-    """``(R, C)`` codes to ``(R, C/2)`` bytes, the element of the even index in the low half."""
-    pairs = codes.reshape(codes.shape[0], codes.shape[1] // 2, 2)
+    """``(R, C)`` codes to contiguous ``(R, C/2)`` bytes, the element of the even index in the low half."""
+    pairs = codes.contiguous().reshape(codes.shape[0], codes.shape[1] // 2, 2)  # torch keeps a transpose's strides
     return pairs[:, :, 0] + pairs[:, :, 1] * 16
 
 

@@ -249,7 +249,20 @@ def quantize(
     shape = tuple(x.shape)
     check(shape, rowwise, columnwise, square)
     check_mode(rht, square, row_scaled, four_over_six, e4m3_max, seed is not None)
-    matrix = as_rounded(x).reshape(matrix_shape(shape))
+    rows, columns = matrix_shape(shape)
+    for name, given, dtype, size in (
+        ("seed", seed, torch.int64, (2,)),
+        ("row_amax", row_amax, torch.float32, amax_shape(rows, row_scaled)),
+        ("col_amax", col_amax, torch.float32, amax_shape(columns, row_scaled)),
+    ):
+        # Not the shape while compiling: it would be a guard on the size.
+        shape_differs = given is not None and not torch.compiler.is_compiling() and tuple(given.shape) != size
+        if given is not None and (given.dtype != dtype or shape_differs):
+            raise RuntimeError(
+                f"tejit: {name} has dtype {given.dtype} and shape {tuple(given.shape)},"
+                f" but {dtype} and shape {size} are needed"
+            )
+    matrix = as_rounded(x).reshape(rows, columns)
     row = row_scales = col = col_scales = x.new_empty((0,), dtype=torch.uint8)
     amax_row = amax_col = x.new_empty((0,), dtype=torch.float32)
     if rowwise:
