@@ -112,6 +112,8 @@ def compare(name, shapes, dynamic, dtype, device) -> None:
     torch._dynamo.reset()
     with backend("torch"):
         for shape in shapes:
+            if not dynamic:
+                torch._dynamo.reset()  # torch stops at eight graphs of one function
             compiled = torch.compile(run, fullgraph=True, dynamic=dynamic)
             x = sample(*shape, dtype, device)
             compiled(x * -3)  # what is freed here and allocated again must not hold the right bytes
