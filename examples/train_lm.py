@@ -32,7 +32,7 @@ except ModuleNotFoundError as missing:
 from lm.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from lm.data import Text, TextError, read_text, unigram_entropy, validation_windows
 from lm.model import parameter_count
-from lm.recipes import RECIPES
+from lm.recipes import DEFAULT, RECIPES
 from lm.report import draw, table
 from lm.training import SIZES, History, Run, Size, StopRequest, train
 
@@ -92,7 +92,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     steps = ", ".join(f"{name} {size.steps}" for name, size in SIZES.items())
     recipes = ", ".join(f"{name}: {row.label}" for name, row in RECIPES.items())
-    parser.add_argument("--recipe", choices=[*RECIPES, "all"], default="all", help=f"{recipes}; default all")
+    parser.add_argument(
+        "--recipe",
+        nargs="+",
+        choices=[*RECIPES, "all"],
+        default=DEFAULT,
+        metavar="NAME",
+        help=f"one or more of: {recipes}, or all; default {' '.join(DEFAULT)}",
+    )
     parser.add_argument("--size", choices=SIZES, default="small", help="the model; large is meant for a GPU")
     parser.add_argument("--steps", type=positive, help=f"optimizer steps of each run; default {steps}")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and of the order of the data; default 0")
@@ -194,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
     if arguments.deterministic:
         make_deterministic()
-    names = list(RECIPES) if arguments.recipe == "all" else [arguments.recipe]
+    names = [name for name in RECIPES if name in arguments.recipe or "all" in arguments.recipe]
     try:
         result = run_recipes(arguments, names)
     except (TextError, CheckpointError, FloatingPointError) as error:

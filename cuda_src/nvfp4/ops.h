@@ -142,6 +142,47 @@ inline void check_direction(const char* name, const MaybeTensor& data, const May
   require_buffer(kQuantizeOutOp, amax_name.c_str(), *amax, aoti_torch_dtype_float32(), {amaxes}, device);
 }
 
+// --- a tensor without elements, on either device ---
+
+template <typename... Args>
+inline Tensor call_aten(const char* name, const char* overload, const Args&... args) {
+  StableIValue stack[] = {torch::stable::detail::from(args)...};
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(name, overload, stack, TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+inline Tensor one_float(double value, const Device& device) {
+  Tensor t = empty_floats(1, device);
+  return torch::stable::fill_(t, value);
+}
+
+// What is left to write is the amax: 0 or what was given, as `stored_amax` has it. The flag is read where it
+// lies, so that nothing waits for the device and a captured graph obeys it.
+inline void write_empty_amax(const MaybeTensor& amax, const MaybeTensor& given, int e4m3_max,
+                             const MaybeTensor& noop) {
+  if (!amax) return;
+  const Device device = device_of(*amax);
+  Tensor to = *amax, value = one_float(0.0, device);
+  if (given) {
+    const Tensor full = one_float(static_cast<double>(cpu::kE2m1.max) * e4m3_max, device);
+    value = call_aten("aten::where", "self", call_aten("aten::isinf", "", *given), full, *given);
+  }
+  if (noop) {
+    const Tensor skip = call_aten("aten::eq", "Tensor", *noop, one_float(1.0, device));
+    value = call_aten("aten::where", "self", skip, to, value);
+  }
+  torch::stable::copy_(to, value);
+}
+
+// Whether x has no elements; then everything is written.
+inline bool wrote_empty(const Tensor& x, const Mode& mode, const MaybeTensor& amax_row,
+                        const MaybeTensor& amax_col, const MaybeTensor& noop) {
+  if (x.numel() != 0) return false;
+  write_empty_amax(amax_row, mode.row_amax, mode.e4m3_max, noop);
+  write_empty_amax(amax_col, mode.col_amax, mode.e4m3_max, noop);
+  return true;
+}
+
 // --- CPU ---
 
 // Where the columnwise direction needs it: the transpose of x, or of its rotation.
@@ -173,22 +214,20 @@ inline void direction_on_cpu(const Mode& mode, const void* x, cpu::In in, std::i
     amax = out.amax;
   }
   const auto e4m3_max = static_cast<float>(mode.e4m3_max);
-  if (rows != 0 && cols != 0) {
-    const Shape padded = scale_shape(rows, cols);
-    cpu::nvfp4_encode({x,
-                       in,
-                       rows,
-                       cols,
-                       columnwise,
-                       mode.square,
-                       mode.row_scaled,
-                       mode.four_over_six,
-                       e4m3_max,
-                       pointer_to<const std::int64_t>(mode.seed),
-                       amax,
-                       out.data,
-                       {out.scale_inv, padded[0], padded[1], mode.swizzled}});
-  }
+  const Shape padded = scale_shape(rows, cols);
+  cpu::nvfp4_encode({x,
+                     in,
+                     rows,
+                     cols,
+                     columnwise,
+                     mode.square,
+                     mode.row_scaled,
+                     mode.four_over_six,
+                     e4m3_max,
+                     pointer_to<const std::int64_t>(mode.seed),
+                     amax,
+                     out.data,
+                     {out.scale_inv, padded[0], padded[1], mode.swizzled}});
   cpu::nvfp4_store_amax(amax, count, e4m3_max, out.amax);
 }
 
@@ -254,26 +293,9 @@ inline Call call_of(const Tensor& x, const Matrix& m, int dtype, const Mode& mod
           col};
 }
 
-// Nothing to launch for a tensor without elements: its amax is 0, or what was given.
-inline void write_empty_amax(const MaybeTensor& amax, const MaybeTensor& given) {
-  if (!amax) return;
-  Tensor to = *amax;
-  if (given) {
-    torch::stable::copy_(to, *given);
-  } else {
-    torch::stable::zero_(to);
-  }
-}
-
 // The device of x is current.
 inline void quantize_on_cuda(const Tensor& x, int dtype, const Mode& mode, const float* noop,
-                             const MaybeTensor& amax_row, const MaybeTensor& amax_col, const Output& row,
-                             const Output& col) {
-  if (x.numel() == 0) {
-    write_empty_amax(amax_row, mode.row_amax);
-    write_empty_amax(amax_col, mode.col_amax);
-    return;
-  }
+                             const Output& row, const Output& col) {
   const Device device = device_of(x);
   const Tensor values = as_contiguous(x);
   launch_quantize(Launcher(device.index), device,
@@ -300,8 +322,9 @@ inline Six quantize(const Tensor& x, bool rowwise, bool columnwise, bool rht, st
         output_of(held(rowwise, std::get<0>(out)), held(rowwise, std::get<1>(out)), a, row_amax);
     const Output col =
         output_of(held(columnwise, std::get<2>(out)), held(columnwise, std::get<3>(out)), b, col_amax);
+    if (wrote_empty(x, mode, a, b, {})) return out;
     if constexpr (kCuda) {
-      quantize_on_cuda(x, dtype, mode, nullptr, a, b, row, col);
+      quantize_on_cuda(x, dtype, mode, nullptr, row, col);
     } else {
       quantize_on_cpu(x, dtype, mode, {rowwise, columnwise}, row, col);
     }
@@ -342,8 +365,10 @@ inline void quantize_out(const Tensor& x, bool rht, std::int64_t sign_mask, bool
   const Output to_col = output_of(col, col_scale_inv, amax_col, col_amax);
   if constexpr (kCuda) {
     const DeviceGuard guard(device.index);
-    quantize_on_cuda(x, dtype, mode, pointer_to<const float>(noop), amax_row, amax_col, to_row, to_col);
+    if (wrote_empty(x, mode, amax_row, amax_col, noop)) return;
+    quantize_on_cuda(x, dtype, mode, pointer_to<const float>(noop), to_row, to_col);
   } else {
+    if (wrote_empty(x, mode, amax_row, amax_col, noop)) return;
     if (noop && *pointer_to<const float>(noop) == 1.0f) return;
     quantize_on_cpu(x, dtype, mode, {row.has_value(), col.has_value()}, to_row, to_col);
   }
@@ -373,11 +398,7 @@ inline Two amax(const Tensor& x, bool rowwise, bool columnwise, bool rht, std::i
     Two out = room();
     const MaybeTensor a = rowwise ? MaybeTensor(std::get<0>(out)) : MaybeTensor();
     const MaybeTensor b = columnwise ? MaybeTensor(std::get<1>(out)) : MaybeTensor();
-    if (x.numel() == 0) {
-      write_empty_amax(a, {});
-      write_empty_amax(b, {});
-      return out;
-    }
+    if (wrote_empty(x, mode, a, b, {})) return out;
     const Tensor values = as_contiguous(x);
     launch_amax(Launcher(device.index), device,
                 call_of(values, m, dtype, mode, nullptr, output_of({}, {}, a, {}), output_of({}, {}, b, {})));

@@ -23,6 +23,11 @@ class Row:
 RECIPES: dict[str, Row] = {
     "none": Row("bf16", nn.Linear, None),
     "current": Row("FP8 current scaling", tejit.Linear, tejit.recipe.Float8CurrentScaling),
+    "block": Row("FP8 in blocks of 128", tejit.Linear, tejit.recipe.Float8BlockScaling),
+    "mxfp8": Row("MXFP8", tejit.Linear, tejit.recipe.MXFP8BlockScaling),
+    "nvfp4": Row("NVFP4", tejit.Linear, tejit.recipe.NVFP4BlockScaling),
 }
 # What the others are measured against.
 BASELINE = "none"
+# What runs unless asked otherwise: a few minutes on two cores, which all of them would not be.
+DEFAULT = (BASELINE, "current")

@@ -14,6 +14,7 @@ from tejit.dynamo import register_value_opaque_quantizer
 from tejit.format_info import HIGH_PRECISION_DTYPES
 from tejit.kernels.fp8.reference import write_unless
 from tejit.kernels.gemm import Operand
+from tejit.kernels.rounding import as_rounded
 from tejit.tensor import InnerTensor, QuantizedTensor, QuantizedTensorStorage, Quantizer
 from tejit.tensor.quantized import make_wrapper
 from tejit.tensor.quantizer import Inner
@@ -69,7 +70,7 @@ class IdentityQuantizer(Quantizer):
 
     def quantize_inner(self, x: Tensor, amax_reduction_group: Any = None) -> Inner:
         """``x`` in ``dtype``: ``x`` itself where nothing is to be cast. There is no amax to reduce."""
-        return (x if self.dtype is None or self.dtype == x.dtype else x.to(self.dtype),)
+        return (x if self.dtype is None or self.dtype == x.dtype else _cast(x, self.dtype),)
 
     def _owned(self, inner: Inner, x: Tensor) -> Inner:
         (data,) = inner
@@ -95,7 +96,7 @@ class IdentityQuantizer(Quantizer):
         self._check_target(dst)
         assert isinstance(dst, IdentityTensorStorage)  # checked
         assert dst._hp_data is not None
-        write_unless((dst._hp_data,), (x.to(dst._hp_data.dtype),), noop_flag)
+        write_unless((dst._hp_data,), (_cast(x, dst._hp_data.dtype),), noop_flag)
 
     def _allocate_as(
         self, shape: tuple[int, ...], device: torch.device, pin_memory: bool, nominal: torch.dtype
@@ -119,6 +120,11 @@ class IdentityQuantizer(Quantizer):
     def columnwise_inner(self, inner: Inner) -> Inner:
         """``inner``: the one buffer is read in both directions."""
         return inner
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x`` in ``dtype``, rounded to it inside a compiled graph too."""
+    return x if x.dtype == dtype else as_rounded(as_rounded(x).to(dtype))
 
 
 def _matrix(data: Tensor | None) -> Tensor:

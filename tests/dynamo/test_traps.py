@@ -9,8 +9,8 @@ import torch._dynamo.testing
 from torch import nn
 
 import tejit
-from tejit import Float8CurrentScalingQuantizer, backend, compat, ops
-from tejit.recipe import Float8BlockScaling, Float8CurrentScaling
+from tejit import Float8CurrentScalingQuantizer, NVFP4Quantizer, backend, compat, ops
+from tejit.recipe import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from tests.common import assert_bitwise_equal
 from tests.dynamo.samples import QUANTIZERS
 
@@ -21,17 +21,7 @@ def compiled(function, compiler="aot_eager"):
     return torch.compile(function, backend=counter, fullgraph=True), counter
 
 
-#: Known to be wrong, each in its own file.
-KNOWN = {
-    "block_2d": "a single row of 128x128 blocks: inductor still drops the tail of fp8_block.reference.spread",
-    "hybrid": "its columnwise half is block_2d",
-    "identity_bf16": "inductor drops the rounding to bfloat16 between the cast and the dequantization",
-}
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.xfail(reason=KNOWN[n])) if n in KNOWN else n for n in QUANTIZERS]
-)
+@pytest.mark.parametrize("name", QUANTIZERS)
 def test_inductor_keeps_the_tail_of_the_last_dimension(name) -> None:
     """On the CPU it dropped what a last block of (view * scale)[:, :K] covers beyond the last whole one."""
     quantizer = QUANTIZERS[name]
@@ -45,6 +35,52 @@ def test_inductor_keeps_the_tail_of_the_last_dimension(name) -> None:
     with backend("torch"):
         for got, want in zip(compiled(run, "inductor")[0](x), run(x), strict=True):
             assert_bitwise_equal(got, want)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "block_2d",
+        "mxfp8",
+        "identity_bf16",
+        *[
+            pytest.param(name, marks=pytest.mark.full)
+            for name in ("block_1d", "mxfp8_2d", "nvfp4", "nvfp4_rht", "nvfp4_2d", "nvfp4_4over6", "hybrid")
+        ],
+    ],
+)
+def test_inductor_rounds_what_a_fused_producer_hands_over(name) -> None:
+    """It went on with the float32 intermediate; a quantizer then saw another tensor than in eager mode."""
+    quantizer, x = QUANTIZERS[name], torch.randn(64, 96, dtype=torch.float16)
+
+    def run(x):
+        y = torch.nn.functional.gelu(x) * 1.37
+        return y, *[tensor for tensor in quantizer.quantize_inner(y) if tensor is not None]
+
+    with backend("torch"):
+        y, *got = compiled(run, "inductor")[0](x)
+        want = [tensor for tensor in quantizer.quantize_inner(y) if tensor is not None]
+    for one, other in zip(got, want, strict=True):
+        assert_bitwise_equal(one, other)
+
+
+@pytest.mark.parametrize("how", ["kernels", "torch"])
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
+def test_stochastic_rounding_in_a_graph_draws_anew(compiler, how, need_kernels) -> None:
+    """Twice in one graph and at every call: neither a constant of the graph nor one draw for equal inputs."""
+    if how == "kernels":
+        need_kernels("cpu")
+    q, x = NVFP4Quantizer(stochastic_rounding=True), torch.randn(32, 64)
+    run, counter = compiled(lambda x: (q.quantize(x).dequantize(), q.quantize(x).dequantize()), compiler)
+    with backend(how):
+        torch.manual_seed(0)
+        drawn = [*run(x), *run(x)]
+        torch.manual_seed(0)
+        again = [*run(x), *run(x)]
+    for index, values in enumerate(drawn):
+        assert torch.equal(values, again[index])
+        assert not any(torch.equal(values, other) for other in drawn[:index])
+    assert counter.frame_count == 1
 
 
 def test_a_quantizer_made_in_the_graph_is_an_argument_of_an_op() -> None:
@@ -69,10 +105,15 @@ def test_an_op_takes_a_quantized_tensor_by_its_values() -> None:
             assert_bitwise_equal(got, expected)
 
 
-def test_backward_keeps_what_forward_used_in_a_graph_too() -> None:
+@pytest.mark.parametrize(
+    "recipe",
+    [Float8CurrentScaling(), MXFP8BlockScaling(), NVFP4BlockScaling(disable_stochastic_rounding=True)],
+    ids=lambda recipe: type(recipe).__name__,
+)
+def test_backward_keeps_what_forward_used_in_a_graph_too(recipe) -> None:
     """Backward runs outside of autocast, or inside another one; re-reading the context gave other gradients."""
     layer, x, grad = tejit.Linear(32, 32), torch.randn(4, 32), torch.randn(4, 32)
-    recipe, other = Float8CurrentScaling(), Float8BlockScaling()
+    other = Float8BlockScaling()
     found = []
     for function in (layer, compiled(layer)[0]):
         for context in (tejit.autocast(enabled=False), tejit.autocast(recipe=other), tejit.autocast(recipe=recipe)):

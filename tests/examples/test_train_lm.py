@@ -80,6 +80,23 @@ def test_prints_a_row_for_each_recipe_and_draws_the_curves(unbroken: tuple[Path,
     assert len(picture) > 20_000
 
 
+def test_every_recipe_is_a_row_of_its_own(tmp_path: Path, examples_on_path: None) -> None:
+    from lm.recipes import RECIPES as rows
+
+    output = run_script(tmp_path, "--size", "tiny", "--steps", "4", "--recipe", "all")
+    assert list(printed_losses(output)) == [*rows, "entropy"]
+    assert all(f"{name} ({row.label})" in output for name, row in rows.items())
+    runs = load(tmp_path)
+    losses = [run["history"]["train"] for run in runs.values()]
+    assert all(loss[0] == pytest.approx(math.log(256), rel=0.02) for loss in losses)
+    assert len({loss[-1] for loss in losses}) == len(rows) == 5  # no two recipes compute alike
+
+
+def test_recipes_are_compared_as_named(tmp_path: Path) -> None:
+    output = run_script(tmp_path, "--size", "tiny", "--steps", "1", "--recipe", "mxfp8", "none")
+    assert list(printed_losses(output)) == ["none", "mxfp8", "entropy"]
+
+
 def test_runs_share_weights_and_data_and_differ_by_the_format(unbroken: tuple[Path, str]) -> None:
     histories = [load(unbroken[0])[name]["history"] for name in RECIPES]
     assert [len(history["train"]) for history in histories] == [12, 12]

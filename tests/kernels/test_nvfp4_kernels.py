@@ -301,6 +301,36 @@ def test_noop_flag(mode: Mode, how: str, device: str, need_kernels) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("how", ["kernels", "torch"])
+@pytest.mark.parametrize("given", [None, 3.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("shape", [(0, 48), (32, 0)])
+@pytest.mark.parametrize("name", ["1x16", "rht", "row-scaled", "4over6 mse 256"])
+def test_an_empty_tensor_s_amaxes_obey_noop_too(name: str, shape, given, how: str, device: str, need_kernels) -> None:
+    """0 or what was given (an infinite one as the A of a scale of 1), and untouched where the flag is 1."""
+    if how == "kernels":
+        need_kernels(device)
+    mode, x = MODES[name], torch.empty(shape, device=device)
+    for flag in (None, 0.0, 0.5, float("nan"), 1.0):
+        with backend(how):
+            row, row_scale_inv, col, col_scale_inv, *amaxes = nvfp4.make_empty(
+                shape, True, True, mode.square, mode.row_scaled, torch.device(device), False
+            )
+            amaxes = [torch.full_like(t, 77) for t in amaxes]
+            givens = [None if given is None else torch.full_like(t, given) for t in amaxes]
+            noop = None if flag is None else torch.full((1,), flag, device=device)
+            outputs = (row, row_scale_inv, col, col_scale_inv, *amaxes)
+            nvfp4.quantize_out(x, *mode.arguments(device), *givens, noop, *outputs)
+        want = 77.0 if flag == 1.0 else 6.0 * mode.e4m3_max if given == float("inf") else given or 0.0
+        for written in amaxes:
+            assert_bitwise_equal(written, torch.full_like(written, want))
+        if flag is None:
+            with backend(how):
+                fresh = nvfp4.quantize(x, True, True, *mode.arguments(device), *givens)
+            for made, written in zip(fresh[4:], amaxes, strict=True):
+                assert_bitwise_equal(made, written)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @each_mode
 def test_flushing_denormals_in_the_caller_changes_nothing(mode: Mode, device: str, need_kernels) -> None:
     need_kernels(device)

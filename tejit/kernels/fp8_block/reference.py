@@ -24,6 +24,7 @@ from tejit.kernels.fp8.reference import (
     values_of,
     write_unless,
 )
+from tejit.kernels.gather import block_of_each
 from tejit.kernels.rounding import as_rounded
 
 BLOCK = FP8_BLOCK.block or 0
@@ -65,12 +66,13 @@ def amax_of_blocks(x: Tensor, rows: int, columns: int) -> Tensor:
 def spread(scales: Tensor, rows: int, columns: int, block_rows: int, block_columns: int) -> Tensor:
     """The scale of each element of a ``(rows, columns)`` matrix from those of its blocks.
 
-    A gather: what inductor makes of repeat-and-slice loses the end of a row that is no multiple of the block.
+    A gather: what inductor makes of repeat-and-slice loses the end of a row that is no multiple of the block, and
+    what it makes of ``arange // block`` too (see :func:`block_of_each`).
     """
     if block_rows > 1:
-        scales = scales[torch.arange(rows, device=scales.device) // block_rows]
+        scales = scales[block_of_each(rows, block_rows, scales.device)]
     if block_columns > 1:
-        scales = scales[:, torch.arange(columns, device=scales.device) // block_columns]
+        scales = scales[:, block_of_each(columns, block_columns, scales.device)]
     return scales
 
 
@@ -127,10 +129,10 @@ def quantize_out(
 def values(codes: Tensor, scale_inv: Tensor, fp8: int, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """``float(q) * scale_inv`` of an operand ``(rows, contracted)``, rounded once to ``dtype``."""
     rows, contracted = codes.shape
-    row = torch.arange(rows, device=codes.device)
-    block = torch.arange(contracted, device=codes.device) // BLOCK
+    block = block_of_each(contracted, BLOCK, codes.device)
+    row = torch.arange(rows, device=codes.device) if dim == 1 else block_of_each(rows, BLOCK, codes.device)
     # One gather and no slice: whether a slice of a padded buffer is contiguous would be a guard on the size.
-    factors = scale_inv[block, row[:, None]] if dim == 1 else scale_inv[row[:, None] // BLOCK, block]
+    factors = scale_inv[block, row[:, None]] if dim == 1 else scale_inv[row[:, None], block]
     return (values_of(codes, fp8) * factors).to(dtype)
 
 

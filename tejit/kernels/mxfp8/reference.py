@@ -17,6 +17,7 @@ from torch import Tensor
 from tejit.format_info import E8M0_BIAS, E8M0_NAN, FP8_ELEMENTS, MXFP8, checked_alignment
 from tejit.kernels.fp8.reference import cast, values_of, write_unless
 from tejit.kernels.fp8_block.reference import Four, amax_of_blocks, matrix_shape, spread
+from tejit.kernels.gather import block_of_each
 from tejit.kernels.rounding import as_rounded
 from tejit.kernels.swizzle import place, swizzle
 
@@ -124,7 +125,7 @@ def values(
     """
     rows, contracted = codes.shape
     row = torch.arange(rows, device=codes.device)
-    block = torch.arange(contracted, device=codes.device) // BLOCK
+    block = block_of_each(contracted, BLOCK, codes.device)
     if swizzled:
         lying = scale_inv.reshape(-1)[place(row[:, None], block, scale_shapes(rows, contracted)[0][1])]
         return (values_of(codes, fp8) * factors(lying)).to(dtype)

@@ -15,6 +15,7 @@ from torch import Tensor
 from tejit.format_info import E2M1, E4M3, FLT_MAX, NVFP4, checked_alignment
 from tejit.kernels.fp8.reference import divide, write_unless
 from tejit.kernels.fp8_block.reference import matrix_shape
+from tejit.kernels.gather import block_of_each
 from tejit.kernels.nvfp4.elements import (
     e2m1_codes,
     e2m1_stochastic_codes,
@@ -140,7 +141,7 @@ def multiplier(scales: Tensor, decode: Tensor) -> Tensor:
 
 def _over_tile(per_row: Tensor, reduced: Tensor) -> Tensor:
     """A tile's number for each of its rows: ``reduced`` ``(R/16, n)`` to the shape of ``per_row`` ``(R, n)``."""
-    return reduced[torch.arange(per_row.shape[0], device=per_row.device) // BLOCK]
+    return reduced[block_of_each(per_row.shape[0], BLOCK, per_row.device)]
 
 
 def _tiles(per_row: Tensor) -> Tensor:
@@ -334,7 +335,7 @@ def values(
     """
     rows, contracted = codes.shape[0], codes.shape[1] * 2
     row = torch.arange(rows, device=codes.device)[:, None]
-    block = torch.arange(contracted, device=codes.device) // BLOCK
+    block = block_of_each(contracted, BLOCK, codes.device)
     # One gather and no slice: whether a slice of a padded buffer is contiguous would be a guard on the size.
     if swizzled:
         scales = scale_inv.reshape(-1)[place(row, block, scale_shape(rows, contracted)[1])]
@@ -389,5 +390,5 @@ def transpose_squares(row: Tensor, scale_inv: Tensor, swizzled: bool) -> tuple[T
     rows, columns = flat.shape[0], flat.shape[1] * 2
     scales = unswizzle(scale_inv) if swizzled else scale_inv
     tile = torch.arange(rows // BLOCK, device=row.device) * BLOCK
-    column = torch.arange(columns, device=row.device) // BLOCK
+    column = block_of_each(columns, BLOCK, row.device)
     return pack(unpack(flat).t()), padded(scales[tile[None, :], column[:, None]], swizzled)
