@@ -23,6 +23,8 @@ class TensorSpec:
         requires_grad: of the tensor.
         device: where it is; decides the layout. None means torch's default where one was set, else cuda if
             there is one, else cpu.
+
+    Raises ``TypeError`` for a ``quantizer`` that is none.
     """
 
     shape: tuple[int, ...]
@@ -33,6 +35,9 @@ class TensorSpec:
 
     def __post_init__(self) -> None:
         self.shape = tuple(self.shape)
+        # Not while tracing: torch 2.11 knows too little of constant objects.
+        if not (torch.compiler.is_compiling() or self.quantizer is None or isinstance(self.quantizer, Quantizer)):
+            raise TypeError(f"quantizer is {self.quantizer!r}; it must be a quantizer, or None for a plain tensor")
         if self.device is not None:
             self.device = hardware.resolve_device(self.device)
 

@@ -146,3 +146,9 @@ def test_inner_tensor_fields_keep_their_place_and_clash_loudly() -> None:
 
         class Taken(Base):
             _version: Annotated[torch.Tensor, tejit.InnerTensor("version")]
+
+
+@pytest.mark.parametrize("wrong", ["mxfp8", tejit.MXFP8Quantizer, 0])
+def test_what_is_no_quantizer_is_refused(wrong) -> None:
+    with pytest.raises(TypeError, match="it must be a quantizer, or None"):
+        TensorSpec((32, 32), torch.float32, wrong)
