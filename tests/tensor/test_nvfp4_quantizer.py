@@ -196,7 +196,7 @@ def test_fake_tensors(device) -> None:
 
 
 @each_mode
-@pytest.mark.parametrize("how", ["kernels", "torch"])
+@pytest.mark.parametrize("how", ["kernels", pytest.param("torch", marks=pytest.mark.full)])
 def test_one_graph_for_every_size(how, mode, need_kernels) -> None:
     if how == "kernels":
         need_kernels("cpu")
