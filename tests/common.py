@@ -15,6 +15,9 @@ DATA = pathlib.Path(__file__).parent / "data"
 #: Parameters of a `device` argument; the second one runs on a GPU machine only.
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
+#: Marks a test that needs a second GPU beside the first.
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 FP8_DTYPES = [torch.float8_e4m3fn, torch.float8_e5m2]
 

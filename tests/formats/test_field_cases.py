@@ -10,7 +10,7 @@ import torch
 import tejit
 from tejit.kernels.gemm import gemm
 from tejit.kernels.swizzle import unswizzle
-from tests.common import DEVICES, assert_bitwise_equal, poisoned_memory, provoking, short
+from tests.common import DEVICES, assert_bitwise_equal, poisoned_memory, provoking, short, two_gpus
 from tests.formats.registry import CASES, buffers, each_case, quantized
 
 without_rotation = lambda case: "rht" not in case.name  # noqa: E731 - a rotation spreads every element over its block
@@ -284,9 +284,6 @@ def test_hardware_without_the_instruction_is_named_on_the_gpu() -> None:
             assert f"{capability[0]}.{capability[1]}" in reason
             assert name in reason
             assert "dequantized and multiplied" in reason
-
-
-two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
 
 @pytest.mark.gpu

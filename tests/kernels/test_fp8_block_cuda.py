@@ -5,7 +5,7 @@ import torch
 
 import tejit
 from tejit.kernels import fp8_block
-from tests.common import assert_bitwise_equal, provoking
+from tests.common import assert_bitwise_equal, provoking, two_gpus
 
 pytestmark = pytest.mark.gpu
 both_dims = pytest.mark.parametrize("dim", [1, 2], ids=["1x128", "128x128"])
@@ -69,7 +69,7 @@ def test_more_than_2_31_elements(columns, dim) -> None:
             assert_bitwise_equal(col_scale_inv[:, i].contiguous(), want[3][:, 0].contiguous())
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@two_gpus
 @both_dims
 def test_second_device_while_the_first_is_current(dim) -> None:
     x = provoking("normal", (100, 200), torch.bfloat16)

@@ -9,7 +9,7 @@ import torch
 
 import tejit
 from tejit.kernels import fp8
-from tests.common import assert_bitwise_equal, provoking
+from tests.common import assert_bitwise_equal, provoking, two_gpus
 
 pytestmark = pytest.mark.gpu
 
@@ -64,7 +64,7 @@ def test_more_than_2_31_elements(columns) -> None:
         assert_bitwise_equal(transpose[:, part].t().contiguous(), want)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@two_gpus
 def test_second_device_while_the_first_is_current() -> None:
     x = provoking("normal", (100, 200), torch.bfloat16)
     want = fp8.quantize_current(x, 0, True, True, False, 0.0)

@@ -5,7 +5,7 @@ import torch
 
 import tejit
 from tejit.kernels import mxfp8
-from tests.common import assert_bitwise_equal, provoking
+from tests.common import assert_bitwise_equal, provoking, two_gpus
 
 pytestmark = pytest.mark.gpu
 both_blocks = pytest.mark.parametrize("square", [False, True], ids=["1x32", "32x32"])
@@ -77,7 +77,7 @@ def test_more_than_2_31_elements_in_columns_that_no_vector_divides() -> None:
         assert_bitwise_equal(col_scale_inv[first // 32 : first // 32 + 4], want[3])
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@two_gpus
 @both_blocks
 def test_second_device_while_the_first_is_current(square) -> None:
     x = provoking("normal", (96, 224), torch.bfloat16)

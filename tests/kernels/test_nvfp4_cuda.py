@@ -5,7 +5,7 @@ import torch
 
 import tejit
 from tejit.kernels import nvfp4
-from tests.common import assert_bitwise_equal, provoking
+from tests.common import assert_bitwise_equal, provoking, two_gpus
 from tests.kernels.nvfp4_modes import MODES, Mode, each_mode
 
 pytestmark = pytest.mark.gpu
@@ -114,7 +114,7 @@ def test_more_than_2_31_elements(name: str) -> None:
             assert_bitwise_equal(row[part], want[0])
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@two_gpus
 @each_mode
 def test_second_device_while_the_first_is_current(mode: Mode) -> None:
     x = provoking("normal", (112, 208), torch.bfloat16)
@@ -127,7 +127,7 @@ def test_second_device_while_the_first_is_current(mode: Mode) -> None:
         assert_bitwise_equal(one.cpu(), other)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@two_gpus
 def test_everything_moves_to_another_device() -> None:
     """diffusers#10798: every tensor that can be reached, and the moved one is quantized again there."""
     q = tejit.NVFP4Quantizer(with_rht=True, stochastic_rounding=True)
