@@ -60,6 +60,7 @@ class LayerNormMLP(NormedModule):
     has twice the rows: the activation's input first, then the gate. Errors of forward are those of ``tejit.Linear``.
     """
 
+    _features = "hidden_size"
     fc1_bias: nn.Parameter | None
     fc2_bias: nn.Parameter | None
 

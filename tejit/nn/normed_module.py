@@ -28,6 +28,8 @@ class NormedModule(QuantizedModule):
     Raises ``ValueError`` for a ``normalization`` that is none of ``NORMS``.
     """
 
+    #: What the argument is called that says how many features the norm has.
+    _features = "in_features"
     layer_norm_weight: nn.Parameter
     layer_norm_bias: nn.Parameter | None
 
@@ -68,7 +70,9 @@ class NormedModule(QuantizedModule):
         which must be ``x``'s; the norm takes ``x`` as it is."""
         features = self.layer_norm_weight.shape[0]
         if x.dim() == 0 or x.shape[-1] != features:
-            raise ValueError(f"the input has shape {tuple(x.shape)}; its last dimension must be {features}")
+            raise ValueError(
+                f"the input has shape {tuple(x.shape)}; its last dimension must be {self._features} = {features}"
+            )
         if x.device != weight.device:
             raise ValueError(f"the input is on {x.device} and the weight on {weight.device}; move one of them")
         computed = x.dtype
