@@ -67,9 +67,13 @@ def transformer(m: nn.Module, x: torch.Tensor, angles: torch.Tensor | None = Non
     return (y if after else x) + F.linear(h, mlp.fc2_weight, mlp.fc2_bias)
 
 
-def results(function, module: nn.Module, x: torch.Tensor, grad: torch.Tensor) -> dict[str, torch.Tensor]:
-    """`y`, `dgrad` and the gradient of each parameter that requires one, by name."""
+def results(
+    function, module: nn.Module, x: torch.Tensor, grad: torch.Tensor, dynamic: tuple[int, ...] = ()
+) -> dict[str, torch.Tensor]:
+    """`y`, `dgrad` and the gradient of each parameter that requires one, by name; some sizes of `x` marked dynamic."""
     x = x.detach().clone().requires_grad_()
+    for dimension in dynamic:
+        torch._dynamo.mark_dynamic(x, dimension)
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
     y = function(x)
     found = torch.autograd.grad(y, [x, *parameters.values()], grad)
