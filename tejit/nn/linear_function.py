@@ -26,9 +26,10 @@ def quantized_linear(x: Tensor, product: Product, bias: Tensor | None) -> Tensor
     Returns:
         ``(..., N)`` of ``x``'s dtype.
     """
+    plan, weight, main_grad, late, given = product
     flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    out = _Linear.apply(flat, product.weight, bias, product.plan, product.main_grad, product.late, *product.given)
-    return out if x.dim() == 2 else out.reshape(*x.shape[:-1], product.weight.shape[0])
+    out = _Linear.apply(flat, weight, bias, plan, main_grad, late, *given)
+    return out if x.dim() == 2 else out.reshape(*x.shape[:-1], weight.shape[0])
 
 
 class _Linear(torch.autograd.Function):

@@ -26,6 +26,9 @@ _numbers = itertools.count()
 #: Modules by key, a string that a graph can hold.
 _modules: weakref.WeakValueDictionary[str, QuantizedModule] = weakref.WeakValueDictionary()
 
+#: Attributes that no copy of a module takes over.
+_OWN = ("_forward_recipe", "_key", "_put_off", "_known_readings", "_known_workspaces")
+
 #: What the names of a workspace's buffers begin with.
 _WORKSPACE = "_workspace"
 
@@ -72,6 +75,8 @@ class QuantizedModule(Named, nn.Module):
     delay_wgrad_compute = False
     _forward_recipe: Recipe | None = None
     _put_off: deque[PutOff]
+    _known_readings: dict[str, Any]
+    _known_workspaces: dict[str, Any]
     _key: str
 
     def _init_quantized(
@@ -91,22 +96,21 @@ class QuantizedModule(Named, nn.Module):
             if not isinstance(value, bool):
                 raise TypeError(f"{switch} is {value!r}; it must be True or False")
             setattr(self, switch, value)
-        self._put_off = deque()
-        self._take_key()
+        self._begin()
 
-    def _take_key(self) -> None:
+    def _begin(self) -> None:
+        """What a module has of its own, and a copy of it too."""
+        self._put_off = deque()
+        self._known_readings, self._known_workspaces = {}, {}
         self._key = f"module {next(_numbers)}"
         _modules[self._key] = self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._take_key()  # a copy has a workspace of its own
+        self._begin()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Of a copy, forward, backward and the workspace are still to come.
-        state = {name: value for name, value in self.__dict__.items() if name not in ("_forward_recipe", "_key")}
-        state["_put_off"] = deque()
-        return state
+        return {name: value for name, value in self.__dict__.items() if name not in _OWN}
 
     # -- what forward asks --------------------------------------------------------------------------------------
     def _recipe(self) -> Recipe | None:
@@ -185,7 +189,7 @@ class QuantizedModule(Named, nn.Module):
         source, usages, given = weights.CALL, (True, True), ()
         if weights.is_quantized(weight):
             source = weights.PARAMETER
-            quantizers, usages, given = weights.reading(quantizers, weight, parameter)
+            quantizers, usages, given = self._read(quantizers, weight, parameter)
         elif is_first_microbatch is not None:
             source = weights.WORKSPACE
             given = self._cached(quantizers, weight, needs_dgrad, is_first_microbatch, parameter)
@@ -207,6 +211,20 @@ class QuantizedModule(Named, nn.Module):
             accumulate,
         )
         return Product(plan, weight, main_grad, late, given)
+
+    def _read(self, quantizers: LinearQuantizers, weight: Any, parameter: str) -> Any:
+        """``weights.reading``, whose checks are made once for a parameter's quantizer in eager."""
+        if torch.compiler.is_compiling():
+            return weights.reading(quantizers, weight, parameter)
+        known = self._known_readings.get(parameter)
+        if known is not None and known[0] is quantizers and known[1] is weight._quantizer:
+            inner = tuple([getattr(weight, attribute) for attribute in known[2]])
+            if quantizers.weight.both.usages_of(weight) == known[4]:
+                return known[3], known[4], inner
+        read, usages, inner = weights.reading(quantizers, weight, parameter)
+        names = tuple(weight._buffer_keywords())
+        self._known_readings[parameter] = (quantizers, weight._quantizer, names, read, usages)
+        return read, usages, inner
 
     def _late(self, owner: Tensor) -> Late | None:
         if torch.compiler.is_compiling():
@@ -251,13 +269,18 @@ class QuantizedModule(Named, nn.Module):
         Raises ``RuntimeError`` where no first microbatch filled it in this form.
         """
         both = needs_dgrad and quantizers.backward_override is None
+        compiling = torch.compiler.is_compiling()
+        if not (is_first or compiling):
+            known = self._known_workspaces.get(parameter)
+            if known is not None and known[0] is quantizers and known[1] == both:
+                return known[2]
         quantizer = quantizers.weight.needing(True, both)
         form = f"{quantizers.weight_key} {both}"
         prefix = f"{_WORKSPACE}_{parameter}"
         if not is_first and getattr(self, f"{prefix}_form", None) not in (form, f"{quantizers.weight_key} True"):
             raise RuntimeError(
-                f"is_first_microbatch=False uses the {parameter} that a call with is_first_microbatch=True quantized, and"
-                " there was none under this recipe, or it needed no gradient of its input. Pass True in the first"
+                f"is_first_microbatch=False uses the {parameter} that a call with is_first_microbatch=True quantized,"
+                " and there was none under this recipe, or it needed no gradient of its input. Pass True in the first"
                 " microbatch after each step, or None to quantize in each call"
             )
         multiple = quantizers.alignment
@@ -275,10 +298,13 @@ class QuantizedModule(Named, nn.Module):
                     if buffer is not None and new is not None:
                         buffer.copy_(new)
             setattr(self, f"{prefix}_form", form)
+        if not compiling:
+            self._known_workspaces[parameter] = (quantizers, both, inner)
         return inner
 
     def _apply(self: Self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # The bytes of the workspace and their scales move with the module, and have no other dtype.
+        self._known_workspaces.clear()
         workspace = {name: self._buffers.pop(name) for name in list(self._buffers) if name.startswith(_WORKSPACE)}
         try:
             super()._apply(fn, recurse)

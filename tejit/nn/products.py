@@ -129,14 +129,17 @@ def fprop(
 ) -> Tensor:
     """``x w^T + bias`` of ``(rows, columns)``, from rowwise operands."""
     quantizers = plan.quantizers
+    multiple = quantizers.alignment
+    if bias is not None and multiple != 1:
+        bias = padded(bias.reshape(1, -1), 1, multiple).reshape(-1)
     out = gemm(
         quantizers.input.rowwise.rowwise_operand(x_inner),
         quantizers.weight.rowwise.rowwise_operand(w_inner),
         dtype,
-        None if bias is None else padded(bias.reshape(1, -1), 1, quantizers.alignment).reshape(-1),
+        bias,
         quantizers.fast_accum_fprop,
     )
-    return cut(out, rows, columns)
+    return out if multiple == 1 else cut(out, rows, columns)
 
 
 def dgrad(plan: Plan, g_inner: Inner, w_inner: Inner, dtype: torch.dtype, rows: int, columns: int) -> Tensor:
@@ -151,7 +154,7 @@ def dgrad(plan: Plan, g_inner: Inner, w_inner: Inner, dtype: torch.dtype, rows: 
         None,
         quantizers.fast_accum_dgrad,
     )
-    return cut(out, rows, columns)
+    return out if quantizers.alignment == 1 else cut(out, rows, columns)
 
 
 def wgrad(plan: Plan, g_inner: Inner, x_inner: Inner, dtype: torch.dtype, rows: int, columns: int) -> Tensor:
@@ -166,4 +169,4 @@ def wgrad(plan: Plan, g_inner: Inner, x_inner: Inner, dtype: torch.dtype, rows: 
         None,
         quantizers.fast_accum_wgrad,
     )
-    return cut(out, rows, columns)
+    return out if quantizers.alignment == 1 else cut(out, rows, columns)
