@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tejit.nn.arguments import one_dtype, one_of
+from tejit.nn.arguments import one_of
 from tejit.nn.linear import Linear
+from tejit.nn.module import checked_dtype
 from tejit.nn.naming import Named, checked_name
 from tejit.nn.norm_linear import LayerNormLinear
 from tejit.nn.normed_module import Init
@@ -93,7 +94,7 @@ class MultiheadAttention(Named, nn.Module):
         self.return_bias = return_bias
         self.rotary_pos_interleaved = rotary_pos_interleaved
         rows = (num_attention_heads + 2 * self.num_gqa_groups) * self.kv_channels
-        common: dict[str, Any] = {"bias": bias, "device": device, "dtype": one_dtype(dtype, params_dtype)}
+        common: dict[str, Any] = {"bias": bias, "device": device, "dtype": checked_dtype(dtype, params_dtype)}
         if input_layernorm:
             self.layernorm_qkv = LayerNormLinear(
                 hidden_size,

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tejit.nn.arguments import one_dtype
-from tejit.nn.naming import checked_name
-from tejit.nn.norm_linear_function import NormLinear
+from tejit.nn.module import checked_dtype
+from tejit.nn.norm_linear_function import norm_linear
 from tejit.nn.normed_module import Init, NormedModule, reset_linear
-from tejit.nn.products import Plan
 from tejit.recipe import LinearQuantizers
 
 
@@ -34,6 +33,7 @@ class LayerNormLinear(NormedModule):
         return_bias: return the bias too and do not add it.
         return_layernorm_output: return the norm's output too, in high precision.
         zero_centered_gamma: ``layer_norm_weight`` holds ``gamma - 1``.
+        fuse_wgrad_accumulation, delay_wgrad_compute: as in ``Linear``.
         name: what recipes call the layer (``overrides``, ``CustomRecipe``); see ``tejit.name_modules``.
 
     Raises:
@@ -61,15 +61,26 @@ class LayerNormLinear(NormedModule):
         return_bias: bool = False,
         return_layernorm_output: bool = False,
         zero_centered_gamma: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
         name: str | None = None,
     ) -> None:
-        dtype = one_dtype(dtype, params_dtype)
-        if return_bias and not bias:
-            raise ValueError("return_bias=True needs bias=True: there would be no bias to return")
-        super().__init__(in_features, eps, normalization, zero_centered_gamma, return_layernorm_output, device, dtype)
+        dtype = checked_dtype(dtype, params_dtype)
+        super().__init__(
+            in_features,
+            eps,
+            normalization,
+            zero_centered_gamma,
+            return_layernorm_output,
+            return_bias,
+            bias,
+            device,
+            dtype,
+            name,
+            fuse_wgrad_accumulation,
+            delay_wgrad_compute,
+        )
         self.in_features, self.out_features = in_features, out_features
-        self.return_bias = return_bias
-        self.name = checked_name(name)
         self._init_method = init_method
         self.weight = nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
         self.register_parameter(
@@ -82,27 +93,30 @@ class LayerNormLinear(NormedModule):
         self._reset_norm()
         reset_linear(self.weight, self.bias, self._init_method)
 
-    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """``(..., in_features)`` to ``(..., out_features)``; then, as asked for, the bias and the norm's output."""
-        recipe = self._recipe()
-        quantizers = None if recipe is None else recipe.for_linear(self.name)
+    def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor | tuple[Tensor, ...]:
+        """``(..., in_features)`` to ``(..., out_features)``; then, as asked for, the bias and the norm's output.
+
+        ``is_first_microbatch`` is as in ``Linear.forward``.
+        """
+        quantizers = self._quantizers()
         bias = None if self.return_bias else self.bias
         if quantizers is None:
             y = self._plain_norm(x)
             out = F.linear(y, self.weight, bias)
         else:
-            out, y = self._quantized(x, bias, quantizers)
+            out, y = self._quantized(x, bias, quantizers, is_first_microbatch)
         more = ((self.bias,) if self.return_bias else ()) + ((y,) if self.return_layernorm_output else ())
         return (out, *more) if more else out
 
-    def _quantized(self, x: Tensor, bias: Tensor | None, quantizers: LinearQuantizers) -> tuple[Tensor, Tensor | None]:
-        weight, bias = self._operands(x, self.weight, bias)
-        plan = Plan(quantizers, self._norm_needs_grad(x), torch.is_grad_enabled() and weight.requires_grad)
+    def _quantized(self, x: Tensor, bias: Tensor | None, quantizers: LinearQuantizers, is_first: bool | None) -> Any:
+        low, weight, bias = self._operands(x, self.weight, bias)
+        product = self._product(quantizers, weight, self._norm_needs_grad(x), is_first)
         flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-        norm = self._norm_plan(weight.dtype)
-        found = NormLinear.apply(flat, self.layer_norm_weight, self.layer_norm_bias, weight, bias, norm, plan)
-        out, y = found if norm.returned else (found, None)
-        return out.reshape(*x.shape[:-1], weight.shape[0]), None if y is None else y.reshape(x.shape)
+        norm = self._norm_plan(low.dtype)
+        out, y = norm_linear(flat, self.layer_norm_weight, self.layer_norm_bias, norm, product, bias)
+        if x.dim() == 2:
+            return out, y
+        return out.reshape(*x.shape[:-1], self.out_features), None if y is None else y.reshape(x.shape)
 
     def extra_repr(self) -> str:
         return (

@@ -10,13 +10,15 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
+from tejit import compat
 from tejit.formats import IdentityQuantizer
-from tejit.nn.arguments import one_dtype, one_of
+from tejit.nn.arguments import one_of
 from tejit.nn.fused import ACTIVATIONS, GATED
-from tejit.nn.naming import checked_name
-from tejit.nn.norm_mlp_function import NormMLP
-from tejit.nn.normed_module import Init, NormedModule, any_needs_grad, reset_linear
-from tejit.nn.products import SLOTS, Plan
+from tejit.nn.module import Product, checked_dtype, eligible
+from tejit.nn.norm_linear_function import any_needs_grad
+from tejit.nn.norm_mlp_function import norm_mlp
+from tejit.nn.normed_module import Init, NormedModule, reset_linear
+from tejit.nn.weights import is_quantized
 from tejit.recipe import LinearQuantizers
 from tejit.recipe.recipes import linear_quantizers
 
@@ -47,6 +49,7 @@ class LayerNormMLP(NormedModule):
         return_bias: return ``fc2_bias`` too and do not add it.
         return_layernorm_output: return the norm's output too, in high precision.
         zero_centered_gamma: ``layer_norm_weight`` holds ``gamma - 1``.
+        fuse_wgrad_accumulation, delay_wgrad_compute: as in ``Linear``, of both weights.
         checkpoint: keep the input alone for backward, which then computes the rest again.
         name: what recipes call the module (``overrides``, ``CustomRecipe``); its products are ``name.fc1`` and
             ``name.fc2``. See ``tejit.name_modules``.
@@ -60,7 +63,6 @@ class LayerNormMLP(NormedModule):
     has twice the rows: the activation's input first, then the gate. Errors of forward are those of ``tejit.Linear``.
     """
 
-    _features = "hidden_size"
     fc1_bias: nn.Parameter | None
     fc2_bias: nn.Parameter | None
 
@@ -81,18 +83,29 @@ class LayerNormMLP(NormedModule):
         return_bias: bool = False,
         return_layernorm_output: bool = False,
         zero_centered_gamma: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
         checkpoint: bool = False,
         name: str | None = None,
     ) -> None:
-        dtype = one_dtype(dtype, params_dtype)
-        if return_bias and not bias:
-            raise ValueError("return_bias=True needs bias=True: there would be no bias to return")
-        super().__init__(hidden_size, eps, normalization, zero_centered_gamma, return_layernorm_output, device, dtype)
+        dtype = checked_dtype(dtype, params_dtype)
+        super().__init__(
+            hidden_size,
+            eps,
+            normalization,
+            zero_centered_gamma,
+            return_layernorm_output,
+            return_bias,
+            bias,
+            device,
+            dtype,
+            name,
+            fuse_wgrad_accumulation,
+            delay_wgrad_compute,
+        )
         self.hidden_size, self.ffn_hidden_size = hidden_size, ffn_hidden_size
         self.activation = one_of("activation", activation, tuple(ACTIVATIONS))
-        self.return_bias = return_bias
         self.checkpoint = checkpoint
-        self.name = checked_name(name)
         self._init_methods = (init_method, output_layer_init_method)
         rows = 2 * ffn_hidden_size if activation in GATED else ffn_hidden_size
         for layer, shape in (("fc1", (rows, hidden_size)), ("fc2", (hidden_size, ffn_hidden_size))):
@@ -108,55 +121,80 @@ class LayerNormMLP(NormedModule):
         reset_linear(self.fc1_weight, self.fc1_bias, self._init_methods[0])
         reset_linear(self.fc2_weight, self.fc2_bias, self._init_methods[1])
 
-    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """``(..., hidden_size)`` to the same; then, as asked for, the bias and the norm's output."""
+    def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor | tuple[Tensor, ...]:
+        """``(..., hidden_size)`` to the same; then, as asked for, the bias and the norm's output.
+
+        ``is_first_microbatch`` is as in ``Linear.forward``.
+        """
         if self.checkpoint and torch.is_grad_enabled():
-            found = torch.utils.checkpoint.checkpoint(self._run, x, use_reentrant=False)
+            run = torch.utils.checkpoint.checkpoint
+            out, y = run(self._run, x, is_first_microbatch, use_reentrant=False)
         else:
-            found = self._run(x)
-        out, y = found if self.return_layernorm_output else (found, None)
+            out, y = self._run(x, is_first_microbatch)
         more = ((self.fc2_bias,) if self.return_bias else ()) + ((y,) if self.return_layernorm_output else ())
         return (out, *more) if more else out
 
-    def _run(self, x: Tensor) -> Any:
+    def _run(self, x: Tensor, is_first: bool | None) -> tuple[Tensor, Tensor | None]:
         """The output and, where it is asked for, the norm's."""
         recipe = self._recipe()
-        one = two = None
         if recipe is not None:
             one, two = recipe.for_linear(self.name, "fc1"), recipe.for_linear(self.name, "fc2")
-        if one is not None or two is not None:
-            return self._quantized(x, one or _HIGH_PRECISION, two or _HIGH_PRECISION)
+            if one is not None or two is not None:
+                return self._quantized(x, one, two, is_first)
         y = self._plain_norm(x)
         h = _plain_activation(F.linear(y, self.fc1_weight, self.fc1_bias), self.activation)
         out = F.linear(h, self.fc2_weight, None if self.return_bias else self.fc2_bias)
-        return (out, y) if self.return_layernorm_output else out
+        return out, y if self.return_layernorm_output else None
 
-    def _quantized(self, x: Tensor, one: LinearQuantizers, two: LinearQuantizers) -> Any:
-        bias2 = None if self.return_bias else self.fc2_bias
-        weight1, weight2, bias1, bias2 = self._operands(x, self.fc1_weight, self.fc2_weight, self.fc1_bias, bias2)
-        grad, norm_needs_grad = torch.is_grad_enabled(), self._norm_needs_grad(x)
-        plan1 = Plan(one, norm_needs_grad, grad and weight1.requires_grad)
-        needs_dgrad = norm_needs_grad or (grad and any_needs_grad(weight1, bias1))
-        plan2 = Plan(two, needs_dgrad, grad and weight2.requires_grad, SLOTS)
+    def _quantized(
+        self, x: Tensor, one: LinearQuantizers | None, two: LinearQuantizers | None, is_first: bool | None
+    ) -> tuple[Tensor, Tensor | None]:
+        low, weight1, bias1 = self._operands(x, self.fc1_weight, self.fc1_bias, "hidden_size")
+        weight2, bias2 = self._behind(low, self.fc2_weight, None if self.return_bias else self.fc2_bias)
+        product1 = self._maybe_quantized(one, weight1, self._norm_needs_grad(x), is_first, "fc1_weight", 0)
+        needs_dgrad = product1.plan.needs_dgrad or any_needs_grad(weight1, bias1)
+        product2 = self._maybe_quantized(two, weight2, needs_dgrad, is_first, "fc2_weight", 1)
         flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-        norm = self._norm_plan(weight1.dtype)
-        found = NormMLP.apply(
+        norm = self._norm_plan(low.dtype)
+        out, y = norm_mlp(
             flat,
             self.layer_norm_weight,
             self.layer_norm_bias,
-            weight1,
-            bias1,
-            weight2,
-            bias2,
             norm,
+            product1,
+            bias1,
             self.activation,
-            plan1,
-            plan2,
+            product2,
+            bias2,
         )
-        if not norm.returned:
-            return found.reshape(x.shape)
-        out, y = found
-        return out.reshape(x.shape), y.reshape(x.shape)
+        return out.reshape(x.shape), None if y is None else y.reshape(x.shape)
+
+    def _behind(self, low: Tensor, weight: Any, bias: Tensor | None) -> tuple[Any, Tensor | None]:
+        """``fc2``'s operands in the dtype of ``low``, which :meth:`_operands` gave for ``fc1``."""
+        if compat.autocast_enabled(low.device.type):
+            bias = eligible(bias, low.dtype)
+            if not is_quantized(weight):
+                weight = eligible(weight, low.dtype)
+        elif weight.dtype != low.dtype:
+            raise TypeError(f"fc1_weight is {low.dtype} and fc2_weight {weight.dtype}; convert one of them")
+        return weight, bias
+
+    def _maybe_quantized(
+        self,
+        quantizers: LinearQuantizers | None,
+        weight: Any,
+        needs_dgrad: bool,
+        is_first: bool | None,
+        parameter: str,
+        index: int,
+    ) -> Product:
+        """:meth:`_product`; where the recipe keeps it in high precision, without quantized data or a workspace."""
+        if quantizers is not None:
+            return self._product(quantizers, weight, needs_dgrad, is_first, parameter=parameter, index=index)
+        if is_quantized(weight):
+            weight = weight.dequantize()
+        product = self._product(_HIGH_PRECISION, weight, needs_dgrad, parameter=parameter, index=index)
+        return product._replace(plan=product.plan._replace(accumulate=product.plan.accumulate and not is_first))
 
     def extra_repr(self) -> str:
         return (

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tejit import compat
-from tejit.format_info import HIGH_PRECISION_DTYPES
 from tejit.nn.arguments import one_of
 from tejit.nn.fused import NORMS
-from tejit.nn.linear import _eligible as eligible
 from tejit.nn.module import QuantizedModule
-from tejit.nn.norm_linear_function import NormPlan
+from tejit.nn.norm_linear_function import NormPlan, any_needs_grad
 from tejit.nn.norms import gamma
 
 Init = Callable[[Tensor], object]
@@ -25,11 +21,10 @@ Init = Callable[[Tensor], object]
 class NormedModule(QuantizedModule):
     """Base of the modules that begin with a norm: its parameters and how it runs.
 
-    Raises ``ValueError`` for a ``normalization`` that is none of ``NORMS``.
+    Raises ``ValueError`` for a ``normalization`` that is none of ``NORMS`` and for a bias that is to be returned and is
+    not there.
     """
 
-    #: What the argument is called that says how many features the norm has.
-    _features = "in_features"
     layer_norm_weight: nn.Parameter
     layer_norm_bias: nn.Parameter | None
 
@@ -40,19 +35,30 @@ class NormedModule(QuantizedModule):
         normalization: str,
         zero_centered_gamma: bool,
         return_layernorm_output: bool,
+        return_bias: bool,
+        has_bias: bool,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
+        name: str | None,
+        fuse_wgrad_accumulation: bool,
+        delay_wgrad_compute: bool,
     ) -> None:
+        if return_bias and not has_bias:
+            raise ValueError("return_bias=True needs bias=True: there would be no bias to return")
         super().__init__()
+        self._init_quantized(
+            name, fuse_wgrad_accumulation=fuse_wgrad_accumulation, delay_wgrad_compute=delay_wgrad_compute
+        )
+        self.return_bias = return_bias
         self.eps = eps
         self.normalization = one_of("normalization", normalization, NORMS)
         self.zero_centered_gamma = zero_centered_gamma
         self.return_layernorm_output = return_layernorm_output
         self.layer_norm_weight = nn.Parameter(torch.empty(features, device=device, dtype=dtype))
-        has_bias = normalization == "LayerNorm"
-        self.register_parameter(
-            "layer_norm_bias", nn.Parameter(torch.empty(features, device=device, dtype=dtype)) if has_bias else None
-        )
+        norm_bias = None
+        if normalization == "LayerNorm":
+            norm_bias = nn.Parameter(torch.empty(features, device=device, dtype=dtype))
+        self.register_parameter("layer_norm_bias", norm_bias)
 
     def _reset_norm(self) -> None:
         nn.init.constant_(self.layer_norm_weight, 0.0 if self.zero_centered_gamma else 1.0)
@@ -65,40 +71,12 @@ class NormedModule(QuantizedModule):
             return F.layer_norm(x, self.layer_norm_weight.shape, weight, self.layer_norm_bias, self.eps)
         return F.rms_norm(x, self.layer_norm_weight.shape, weight, self.eps)
 
-    def _operands(self, x: Tensor, weight: Any, *others: Tensor | None) -> list[Any]:
-        """The products' parameters in the dtype that they run in: AMP's inside ``torch.autocast``, else their own,
-        which must be ``x``'s; the norm takes ``x`` as it is."""
-        features = self.layer_norm_weight.shape[0]
-        if x.dim() == 0 or x.shape[-1] != features:
-            raise ValueError(
-                f"the input has shape {tuple(x.shape)}; its last dimension must be {self._features} = {features}"
-            )
-        if x.device != weight.device:
-            raise ValueError(f"the input is on {x.device} and the weight on {weight.device}; move one of them")
-        computed = x.dtype
-        if compat.autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
-            weight, *others = [eligible(parameter, dtype) for parameter in (weight, *others)]  # type: ignore[assignment]
-            computed = dtype if x.is_floating_point() and x.dtype != torch.float64 else x.dtype
-        if computed != weight.dtype:
-            raise TypeError(
-                f"the input is {computed} and the weight {weight.dtype}; convert one of them, or use torch.autocast"
-            )
-        if computed not in HIGH_PRECISION_DTYPES:
-            raise TypeError(f"the input is {computed}; it must be torch.float32, torch.bfloat16 or torch.float16")
-        return [weight, *others]
-
     def _norm_plan(self, dtype: torch.dtype) -> NormPlan:
         return NormPlan(self.normalization, self.eps, self.zero_centered_gamma, dtype, self.return_layernorm_output)
 
     def _norm_needs_grad(self, x: Tensor) -> bool:
         """Whether the gradient of the norm's output is needed, for the input or the norm's parameters."""
-        return torch.is_grad_enabled() and any_needs_grad(x, self.layer_norm_weight, self.layer_norm_bias)
-
-
-def any_needs_grad(*tensors: Tensor | None) -> bool:
-    """Whether any of the tensors that are there requires a gradient."""
-    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
+        return any_needs_grad(x, self.layer_norm_weight, self.layer_norm_bias)
 
 
 def reset_linear(weight: Tensor, bias: Tensor | None, init_method: Init | None) -> None:

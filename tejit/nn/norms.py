@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tejit.nn.arguments import one_dtype
+from tejit.nn.module import checked_dtype
 from tejit.nn.naming import Named, checked_name
 
 
@@ -42,7 +42,7 @@ class LayerNorm(Named, nn.LayerNorm):
         # Set before torch's __init__, which calls reset_parameters.
         object.__setattr__(self, "zero_centered_gamma", zero_centered_gamma)
         shape = normalized_shape if isinstance(normalized_shape, int) else list(normalized_shape)
-        super().__init__(shape, eps, elementwise_affine, bias, device, one_dtype(dtype, params_dtype))
+        super().__init__(shape, eps, elementwise_affine, bias, device, checked_dtype(dtype, params_dtype))
         self.name = checked_name(name)
 
     def reset_parameters(self) -> None:
@@ -86,7 +86,7 @@ class RMSNorm(Named, nn.RMSNorm):
     ) -> None:
         object.__setattr__(self, "zero_centered_gamma", zero_centered_gamma)
         shape = normalized_shape if isinstance(normalized_shape, int) else list(normalized_shape)
-        super().__init__(shape, eps, elementwise_affine, device, one_dtype(dtype, params_dtype))
+        super().__init__(shape, eps, elementwise_affine, device, checked_dtype(dtype, params_dtype))
         self.name = checked_name(name)
 
     def reset_parameters(self) -> None:

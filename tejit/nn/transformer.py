@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tejit.nn.arguments import one_dtype
 from tejit.nn.attention import MultiheadAttention, part
+from tejit.nn.module import checked_dtype
 from tejit.nn.naming import Named, checked_name
 from tejit.nn.norm_mlp import LayerNormMLP
 from tejit.nn.normed_module import Init
@@ -79,7 +79,7 @@ class TransformerLayer(Named, nn.Module):
             "zero_centered_gamma": zero_centered_gamma,
             "return_layernorm_output": apply_residual_connection_post_layernorm,
             "device": device,
-            "dtype": one_dtype(dtype, params_dtype),
+            "dtype": checked_dtype(dtype, params_dtype),
         }
         self.self_attention = MultiheadAttention(
             hidden_size,
