@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from tejit import compat
 from tejit.format_info import HIGH_PRECISION_DTYPES
+from tejit.nn.apply import KeepsAttached
 from tejit.nn.linear_function import quantized_linear
 from tejit.nn.naming import Named, checked_name
 from tejit.recipe import Recipe, current_recipe
 
 
-class Linear(Named, nn.Linear):
+class Linear(KeepsAttached, Named, nn.Linear):
     """``y = x @ weight.T + bias``, a drop-in for ``torch.nn.Linear``.
 
     Without ``tejit.autocast`` it is ``torch.nn.Linear``. Under it the operands of forward, dgrad and wgrad
