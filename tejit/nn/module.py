@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tejit import compat
 from tejit.format_info import HIGH_PRECISION_DTYPES
 from tejit.nn import gradients, products, weights
+from tejit.nn.apply import KeepsAttached
 from tejit.nn.gradients import Late, PutOff
 from tejit.nn.naming import Named, checked_name
 from tejit.nn.products import Plan
@@ -63,7 +64,7 @@ def checked_dtype(dtype: torch.dtype | None, params_dtype: torch.dtype | None) -
     return dtype if dtype is not None else params_dtype
 
 
-class QuantizedModule(Named, nn.Module):
+class QuantizedModule(KeepsAttached, Named, nn.Module):
     """Base of the modules that quantize under ``tejit.autocast``; a mixin where torch has the module too.
 
     A subclass calls :meth:`_init_quantized` after ``nn.Module.__init__``. In forward it asks :meth:`_quantizers` (None

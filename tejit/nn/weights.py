@@ -28,6 +28,11 @@ def is_quantized(weight: Any) -> bool:
     return isinstance(weight, QuantizedTensor)
 
 
+def values(weight: Any) -> Tensor:
+    """A weight for a product in high precision: a quantized one is dequantized to its nominal dtype."""
+    return weight.dequantize() if is_quantized(weight) else weight
+
+
 def reading(quantizers: LinearQuantizers, weight: Any, name: str) -> tuple[LinearQuantizers, tuple[bool, bool], Inner]:
     """The quantizers that read a quantized weight, the directions ``(rowwise, columnwise)`` that it has, its buffers.
 
