@@ -322,6 +322,9 @@ class QuantizedModule(KeepsAttached, Named, nn.Module):
             assert buffer is not None
             moved = fn(buffer)
             self._buffers[name] = moved if moved.dtype == buffer.dtype else buffer.to(moved.device)
+            if buffer.is_meta or moved.is_meta:  # its bytes are gone
+                for attribute in [key for key in self.__dict__ if key.startswith(_WORKSPACE)]:
+                    del self.__dict__[attribute]
         return self
 
 
