@@ -30,7 +30,7 @@ from tejit.jit import CacheError, CompileError, KernelNotCached, TejitError, Too
 from tejit.kernels import library as _ops  # noqa: F401 - registers the ops
 from tejit.kernels.backend import DEFAULT as _BACKEND
 from tejit.kernels.backend import backend
-from tejit.nn import Linear, name_modules
+from tejit.nn import Linear, name_modules, plain_state_dict
 from tejit.recipe import (
     autocast,
     is_fp8_available,
@@ -81,6 +81,7 @@ __all__ = [
     "is_nvfp4_available",
     "name_modules",
     "ops",
+    "plain_state_dict",
     "recipe",
     "warm",
 ]

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from tejit import compat
 from tejit.format_info import HIGH_PRECISION_DTYPES
+from tejit.nn.delayed_state import Delayed
 from tejit.nn.linear_function import quantized_linear
 from tejit.nn.naming import Named, checked_name
 from tejit.recipe import Recipe, current_recipe
 
 
-class Linear(Named, nn.Linear):
+class Linear(Delayed, Named, nn.Linear):
     """``y = x @ weight.T + bias``, a drop-in for ``torch.nn.Linear``.
 
     Without ``tejit.autocast`` it is ``torch.nn.Linear``. Under it the operands of forward, dgrad and wgrad
@@ -70,6 +71,7 @@ class Linear(Named, nn.Linear):
         self._init_method = init_method
         self.return_bias = return_bias
         self.name = checked_name(name)
+        self._init_delayed(self.weight.device)
 
     def reset_parameters(self) -> None:
         """Initialise the parameters as ``nn.Linear`` does, the weight by ``init_method`` where one was given."""
@@ -84,9 +86,11 @@ class Linear(Named, nn.Linear):
         recipe = self._recipe()
         quantizers = None if recipe is None else recipe.for_linear(self.name)
         if quantizers is None:
+            self._calibrate(x, self.weight)
             out = F.linear(x, self.weight, bias)
         else:
-            out = quantized_linear(*self._operands(x, bias), quantizers)
+            operands = self._operands(x, bias)
+            out = quantized_linear(*operands, quantizers, *self._delayed_state(quantizers.delayed))
         return (out, self.bias) if self.return_bias else out
 
     def _recipe(self) -> Recipe | None:

@@ -3,14 +3,15 @@ the modules to call: fprop ``y = x w^T``, dgrad ``dx = dy w``, wgrad ``dw = dy^T
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from tejit.formats.float8.slot import Float8SlotQuantizer
 from tejit.kernels.gemm import gemm
 from tejit.kernels.padding import cut, padded
-from tejit.recipe import LinearQuantizers
+from tejit.recipe import DelayedState, LinearQuantizers
 from tejit.tensor import Quantizer
 from tejit.tensor.quantizer import Inner
 
@@ -26,17 +27,77 @@ class Plan(NamedTuple):
         quantizers: how the operands of the three GEMMs are quantized.
         needs_dgrad, needs_wgrad: which gradients backward will be asked for.
         first_slot: place of the product's first tensor in the module's state of delayed scaling.
+        group: the process group over which amax is reduced when a tensor is quantized, or None.
+        delayed: whom an eager backward tells that it wrote to the state; None in a graph, whose backward has the
+            state's anchor for that.
     """
 
     quantizers: LinearQuantizers
     needs_dgrad: bool
     needs_wgrad: bool
     first_slot: int = 0
+    group: Any = None
+    delayed: DelayedState | None = None
 
 
-def quantized(quantizer: Quantizer, matrix: Tensor, multiple: int) -> Inner:
-    """Quantize a matrix, padded with zeros up to whole blocks: they add nothing to any of the three products."""
-    return quantizer.quantize_inner(padded(matrix, multiple, multiple))
+class State(NamedTuple):
+    """A module's state of delayed scaling, as the arguments of its autograd function: tensors, which graphs may then
+    change. All None where the recipe has no such state. Never save them for backward: they change before it.
+
+    Attributes:
+        scale, amax: float32 ``(2 * products,)``, of input and weight of each product.
+        grad_scale, grad_amax: float32 ``(products,)``.
+        anchor: float32 ``(0,)``, whose gradient (:func:`anchor_grad`) tells of a compiled backward; else None.
+    """
+
+    scale: Tensor | None = None
+    amax: Tensor | None = None
+    grad_scale: Tensor | None = None
+    grad_amax: Tensor | None = None
+    anchor: Tensor | None = None
+
+
+NO_STATE = State()
+
+
+def quantized(
+    quantizer: Quantizer,
+    matrix: Tensor,
+    multiple: int,
+    plan: Plan | None = None,
+    state: State | None = None,
+    operand: int = INPUT,
+) -> Inner:
+    """Quantize a matrix, padded with zeros up to whole blocks: they add nothing to any of the three products.
+
+    ``plan`` and ``state`` say of which product and module ``matrix`` is the ``operand``: ``INPUT``, ``WEIGHT`` or
+    ``GRAD_OUTPUT``. A quantizer of delayed scaling needs them, and the group of the plan is heeded.
+    """
+    matrix = padded(matrix, multiple, multiple)
+    if plan is not None and isinstance(quantizer, Float8SlotQuantizer):
+        scale, amax = _slot(plan, state, operand)
+        if operand == GRAD_OUTPUT and plan.delayed is not None:
+            plan.delayed.gradient_written()
+        return quantizer.quantize_slot(matrix, scale, amax)
+    return quantizer.quantize_inner(matrix, None if plan is None else plan.group)
+
+
+def _slot(plan: Plan, state: State | None, operand: int) -> tuple[Tensor, Tensor]:
+    """``(scale, amax)`` of an operand, each ``(1,)``."""
+    assert state is not None  # whoever takes a recipe with state asks the module for it
+    product = plan.first_slot // SLOTS
+    if operand == GRAD_OUTPUT:
+        scale, amax, at = state.grad_scale, state.grad_amax, product
+    else:
+        scale, amax, at = state.scale, state.amax, GRAD_OUTPUT * product + operand
+    assert scale is not None
+    assert amax is not None
+    return scale[at : at + 1], amax[at : at + 1]
+
+
+def anchor_grad(state: State) -> Tensor | None:
+    """What backward returns as the anchor's gradient; all other gradients of the state are None."""
+    return None if state.anchor is None else torch.zeros_like(state.anchor)
 
 
 def fprop(

@@ -63,11 +63,23 @@ def variants(quantizer: Quantizer) -> Variants:
     )
 
 
+class DelayedRule(NamedTuple):
+    """How the state of delayed scaling rolls, see ``DelayedScaling``; the maxima are those of the element types."""
+
+    forward_max: float
+    backward_max: float
+    margin: int
+    length: int
+    algo: str
+    reduce_amax: bool
+
+
 class LinearQuantizers(NamedTuple):
     """What a linear layer quantizes: ``y = input @ weight.T`` and the two products with ``grad_output``.
 
-    ``alignment`` is what all sizes of the operands are padded to; the last three say whether a GEMM may accumulate
-    in fewer bits than float32 has.
+    ``alignment`` is what all sizes of the operands are padded to; ``fast_accum_*`` say whether a GEMM may accumulate
+    in fewer bits than float32 has. With ``delayed`` the scales come from the module's state, which rolls by that
+    rule.
     """
 
     input: Variants
@@ -77,6 +89,7 @@ class LinearQuantizers(NamedTuple):
     fast_accum_fprop: bool
     fast_accum_dgrad: bool
     fast_accum_wgrad: bool
+    delayed: DelayedRule | None = None
 
 
 def linear_quantizers(
