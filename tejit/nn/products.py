@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tejit.formats.float8.slot import Float8SlotQuantizer
 from tejit.kernels.gemm import gemm
 from tejit.kernels.padding import cut, padded
 from tejit.recipe import DelayedState, LinearQuantizers
@@ -74,11 +73,12 @@ def quantized(
     ``GRAD_OUTPUT``. A quantizer of delayed scaling needs them, and the group of the plan is heeded.
     """
     matrix = padded(matrix, multiple, multiple)
-    if plan is not None and isinstance(quantizer, Float8SlotQuantizer):
+    if plan is not None and plan.quantizers.delayed is not None:
         scale, amax = _slot(plan, state, operand)
         if operand == GRAD_OUTPUT and plan.delayed is not None:
             plan.delayed.gradient_written()
-        return quantizer.quantize_slot(matrix, scale, amax)
+        by_slot: Any = quantizer  # a Float8SlotQuantizer, which torch 2.11 would deny of it in a graph
+        return by_slot.quantize_slot(matrix, scale, amax)
     return quantizer.quantize_inner(matrix, None if plan is None else plan.group)
 
 
