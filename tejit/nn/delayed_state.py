@@ -112,9 +112,9 @@ class Delayed(nn.Module):
                 self._note_forward(rule)
         return State(
             scale=scale,
-            amax=self._delayed_amax_history[0] if collects else torch.zeros_like(scale),
+            history=self._delayed_amax_history if collects else torch.zeros_like(scale).unsqueeze(0),
             grad_scale=self._delayed_grad_scale,
-            grad_amax=self._delayed_grad_amax_history[0],
+            grad_history=self._delayed_grad_amax_history,
             anchor=state.anchor if compiling and torch.is_grad_enabled() else None,
         ), None if compiling else state
 

@@ -41,18 +41,22 @@ class Plan(NamedTuple):
 
 class State(NamedTuple):
     """A module's state of delayed scaling, as the arguments of its autograd function: tensors, which graphs may then
-    change. All None where the recipe has no such state. Never save them for backward: they change before it.
+    change. All None where the recipe has no such state.
+
+    A backward reads them as they are by then, so they go into an attribute of the context and not through
+    ``save_for_backward``, which refuses what has changed. A graph makes the same difference, but for whole buffers
+    only: hence histories and not their first rows.
 
     Attributes:
-        scale, amax: float32 ``(2 * products,)``, of input and weight of each product.
-        grad_scale, grad_amax: float32 ``(products,)``.
+        scale, history: float32 ``(2 * products,)`` and ``(rows, 2 * products)``, of input and weight of each product.
+        grad_scale, grad_history: float32 ``(products,)`` and ``(rows, products)``.
         anchor: float32 ``(0,)``, whose gradient (:func:`anchor_grad`) tells of a compiled backward; else None.
     """
 
     scale: Tensor | None = None
-    amax: Tensor | None = None
+    history: Tensor | None = None
     grad_scale: Tensor | None = None
-    grad_amax: Tensor | None = None
+    grad_history: Tensor | None = None
     anchor: Tensor | None = None
 
 
@@ -87,12 +91,12 @@ def _slot(plan: Plan, state: State | None, operand: int) -> tuple[Tensor, Tensor
     assert state is not None  # whoever takes a recipe with state asks the module for it
     product = plan.first_slot // SLOTS
     if operand == GRAD_OUTPUT:
-        scale, amax, at = state.grad_scale, state.grad_amax, product
+        scale, history, at = state.grad_scale, state.grad_history, product
     else:
-        scale, amax, at = state.scale, state.amax, GRAD_OUTPUT * product + operand
+        scale, history, at = state.scale, state.history, GRAD_OUTPUT * product + operand
     assert scale is not None
-    assert amax is not None
-    return scale[at : at + 1], amax[at : at + 1]
+    assert history is not None
+    return scale[at : at + 1], history[0, at : at + 1]
 
 
 def anchor_grad(state: State) -> Tensor | None:
