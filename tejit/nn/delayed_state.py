@@ -207,8 +207,13 @@ class Delayed(nn.Module):
                 self._load_tensor(name, value, prefix, error_msgs)
             self._delayed.stored = True
         elif any(prefix + name in rest for name in self._parameters):
-            for name, value in _fresh(self._products, self._delayed_amax_history.shape[0], torch.device("cpu")).items():
+            device = next(p.device for p in self._parameters.values() if p is not None)
+            rows = self._delayed_amax_history.shape[0]
+            for name, value in _fresh(self._products, rows, device).items():
                 self._set(name, value)
+        if self._delayed_previous_scale.device != self._delayed_scale.device:  # was on meta, and got memory
+            self._set(PREVIOUS, self._delayed_scale)
+            self._delayed.move(self._delayed_scale.device)
 
     def _load_tensor(self, name: str, value: Any, prefix: str, error_msgs: list[str]) -> None:
         """Histories may be longer or shorter than ours, all else must fit."""
