@@ -145,7 +145,9 @@ class DelayedState:
 
 def _all_states() -> list[DelayedState]:
     """In the order in which they were made, which is the same in every process of a group."""
-    return sorted(_states.values(), key=_number)
+    # A list of references is taken in one go, whatever other threads build or drop meanwhile.
+    states = [reference() for reference in _states.valuerefs()]
+    return sorted([state for state in states if state is not None], key=_number)
 
 
 def _number(state: DelayedState) -> int:

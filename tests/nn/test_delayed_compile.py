@@ -16,6 +16,20 @@ from tests.nn.test_delayed import assert_same, state
 RECIPE = DelayedScaling(amax_history_len=4)
 
 
+def linear(device: str = "cpu") -> tejit.Linear:
+    return tejit.Linear(WIDTH, WIDTH, device=device, dtype=torch.bfloat16)
+
+
+def pair(device: str = "cpu") -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(linear(device), nn.GELU(), linear(device))
+
+
+def three() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(linear(), linear(), linear())
+
+
 class Twins:
     """An eager model and a compiled one that start equal and see the same steps."""
 
@@ -79,22 +93,22 @@ def test_ten_steps_are_one_graph_and_eager_s_history(inside, how, device, need_k
     if how == "kernels":
         need_kernels(device)
     with tejit.backend(how):
-        twins = Twins(lambda: two_blocks(device), inside=inside)
+        twins = Twins(lambda: pair(device), inside=inside)
         for step in range(10):
             twins.step(batch(step, device))
             twins.train(1e-3 / (step + 1))
             with torch.no_grad(), tejit.autocast(recipe=RECIPE):
                 twins.module(batch(step + 1, device))
     twins.one_graph()
-    assert twins.eager[0].up._delayed_amax_history[1:4].all()
-    assert twins.eager[0].up._delayed_grad_amax_history[1:4].all()
+    assert twins.eager[0]._delayed_amax_history[1:4].all()
+    assert twins.eager[0]._delayed_grad_amax_history[1:4].all()
 
 
 @pytest.mark.parametrize("inside", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_under_inductor(inside) -> None:
     """Where inductor fuses, a value in between may be an ulp off, and so may be amax: compared as gradients are. The
     roll of the state is eager's to the bit: the history moves by one step each time."""
-    twins = Twins(lambda: two_blocks("cpu"), "inductor", inside)
+    twins = Twins(pair, "inductor", inside)
     for step in range(6):
         before = state(twins.module)
         twins.step(batch(step), exact=False)
@@ -112,8 +126,7 @@ def test_a_module_used_twice_in_a_graph_rolls_once(inside) -> None:
     def twice(module, x):
         return module(torch.tanh(module(x)))
 
-    twins = Twins(lambda: two_blocks("cpu")[0].up.__class__(WIDTH, WIDTH, dtype=torch.bfloat16), inside=inside)
-    twins.module.load_state_dict(twins.eager.state_dict())
+    twins = Twins(lambda: pair()[0], inside=inside)
     twins.forward = twice
     for step in range(4):
         twins.step(batch(step))
@@ -124,7 +137,7 @@ def test_a_compiled_module_called_twice_in_a_pass_rolls_once() -> None:
     """Two calls of one graph: only the pass around them can tell that they are one."""
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    eager, module = two_blocks("cpu"), two_blocks("cpu")
+    eager, module = pair(), pair()
     compiled = torch.compile(module, backend=counter, fullgraph=True)
 
     def twice(function):
@@ -147,11 +160,11 @@ def test_a_compiled_module_called_twice_in_a_pass_rolls_once() -> None:
 
 
 def test_parts_compiled_on_their_own_beside_eager_ones() -> None:
-    twins = Twins(lambda: two_blocks("cpu"))
-    part = torch.compile(twins.module[1], backend=twins.counter, fullgraph=True)
+    twins = Twins(pair)
+    part = torch.compile(twins.module[2], backend=twins.counter, fullgraph=True)
 
     def run(x):
-        x = twins.module[0](x)
+        x = twins.module[1](twins.module[0](x))
         torch._dynamo.mark_dynamic(x, 0)
         return part(x)
 
@@ -161,30 +174,33 @@ def test_parts_compiled_on_their_own_beside_eager_ones() -> None:
     twins.one_graph()
 
 
-def test_other_recipes_around_and_back_recompile_nothing() -> None:
+@pytest.mark.parametrize(
+    "inside",
+    [pytest.param(False, marks=pytest.mark.full, id="context outside"), pytest.param(True, id="context inside")],
+)
+def test_other_recipes_around_and_back_recompile_nothing(inside) -> None:
     """Three recipes nested in one graph, each layer under its own."""
     delayed = DelayedScaling(amax_history_len=2, amax_compute_algo="most_recent")
     current = Float8CurrentScaling()
 
     def forward(module, x):
-        x = module[0].up(x)
+        x = module[0](x)
         with tejit.autocast(recipe=current):
-            x = module[0].down(x)
+            x = module[1](x)
             with tejit.autocast(recipe=delayed):
-                x = module[1].up(x)
-        return module[1].down(x)
+                x = module[2](x)
+        return module[0](x)
 
-    for inside in (False, True):
-        twins = Twins(lambda: two_blocks("cpu"), inside=inside, forward=forward)
-        for step in range(4):
-            twins.step(batch(step))
-        twins.one_graph()
-        assert not state(twins.eager[0].down)["_delayed_amax_history"].any()
-        assert twins.eager[1].up._delayed_amax_history[1].all()
+    twins = Twins(three, inside=inside, forward=forward)
+    for step in range(4):
+        twins.step(batch(step))
+    twins.one_graph()
+    assert not state(twins.eager[1])["_delayed_amax_history"].any()
+    assert twins.eager[2]._delayed_amax_history[1].all()
 
 
 def test_two_recipes_are_two_graphs_and_returning_recompiles_nothing() -> None:
-    twins = Twins(lambda: two_blocks("cpu"))
+    twins = Twins(pair)
     for count, recipe in enumerate([RECIPE, DelayedScaling(margin=1), RECIPE, DelayedScaling(amax_history_len=4)], 1):
         twins.recipe = recipe
         twins.step(batch(count))
@@ -192,8 +208,10 @@ def test_two_recipes_are_two_graphs_and_returning_recompiles_nothing() -> None:
 
 
 def test_an_evaluation_in_a_graph_leaves_the_state_alone() -> None:
-    twins = Twins(lambda: two_blocks("cpu"))
+    twins = Twins(pair)
     twins.step(batch(0))
+    assert list(twins.module.state_dict()) == list(twins.eager.state_dict())  # the first step makes keys of the state
+    assert "0._delayed_scale" in twins.module.state_dict()
     before = state(twins.module)
     with torch.no_grad(), tejit.autocast(recipe=RECIPE):
         assert torch.equal(twins.compiled(batch(1)), twins.eager(batch(1)))
@@ -203,21 +221,48 @@ def test_an_evaluation_in_a_graph_leaves_the_state_alone() -> None:
 
 def test_calibrating_in_a_graph() -> None:
     torch._dynamo.reset()
-    eager, module = two_blocks("cpu"), two_blocks("cpu")
+    eager, module = pair(), pair()
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
     for step in range(3):
         with torch.no_grad(), tejit.autocast(enabled=False, recipe=RECIPE, calibrating=True):
             assert torch.equal(compiled(batch(step)), eager(batch(step)))
         assert_same(state(module), state(eager))
-    assert eager[0].up._delayed_amax_history[1:4].all()
+    assert eager[0]._delayed_amax_history[1:4].all()
 
 
-def test_a_compiled_module_tells_of_its_first_step() -> None:
-    """What a state dict holds does not depend on who ran the step."""
-    twins = Twins(lambda: two_blocks("cpu"))
-    twins.step(batch(0))
-    assert list(twins.module.state_dict()) == list(twins.eager.state_dict())
-    assert "0.up._delayed_scale" in twins.module.state_dict()
+@pytest.mark.parametrize("inside", [False, True], ids=["context outside", "context inside"])
+def test_two_passes_before_their_backwards(inside) -> None:
+    """The second backward finds gradient scales that the first one has changed, as in eager code."""
+    twins = Twins(lambda: pair()[0], inside=inside)
+    for step in range(3):
+        for function, module in ((twins._eager, twins.eager), (twins._compiled, twins.module)):
+            module.zero_grad()
+            inputs = [batch(step), batch(step + 1)]
+            for x in inputs:
+                torch._dynamo.mark_dynamic(x, 0)
+            for y in [function(x) for x in inputs]:
+                y.float().square().sum().backward()
+        assert_same(state(twins.module), state(twins.eager))
+        assert torch.equal(twins.module.weight.grad, twins.eager.weight.grad)
+    twins.one_graph()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_compiled_module_in_an_eager_checkpoint(reentrant) -> None:
+    """With backward inside of autocast, as for every recipe."""
+    torch._dynamo.reset()
+    eager, module = pair()[0], pair()[0]
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    for step in range(3):
+        results = []
+        for function, owner in ((eager, eager), (compiled, module)):
+            x = batch(0).mul(step + 1).requires_grad_()
+            owner.zero_grad()
+            with tejit.autocast(recipe=RECIPE):
+                y = function(x) if owner is eager else checkpoint(function, x, use_reentrant=reentrant)
+                y.float().square().sum().backward()
+            results.append({"y": y.detach(), "dgrad": x.grad, "wgrad": owner.weight.grad.clone(), **state(owner)})
+        assert_same(results[1], results[0])
 
 
 @pytest.mark.gpu

@@ -83,8 +83,7 @@ def update_in_place(
     sizes = [scale.shape[0] for scale in scales]
     used = [history[:length] for history in histories]
     rolled, fresh = update(torch.cat(used, 1), torch.cat(scales), fp8_max, margin, algo)
-    for old, scale in zip(previous, scales, strict=False):
-        old.copy_(scale)
-    for history, scale, rows, multipliers in zip(used, scales, rolled.split(sizes, 1), fresh.split(sizes), strict=True):
-        history.copy_(rows)
-        scale.copy_(multipliers)
+    if previous:
+        torch._foreach_copy_(previous, scales)
+    torch._foreach_copy_(used, rolled.split(sizes, 1))
+    torch._foreach_copy_(scales, fresh.split(sizes))
