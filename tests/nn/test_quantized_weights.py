@@ -243,3 +243,19 @@ def test_one_graph_and_eager_s_result(name, directions, compiler) -> None:
             with torch.no_grad():  # an optimizer's step
                 module.weight.copy_(module.weight.dequantize() + 0.01 * torch.randn(96, 64))
     assert counter.frame_count == 1
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("amp", [False, True], ids=["no autocast", "torch.autocast"])
+def test_one_graph_with_either_context_alone(amp) -> None:
+    """Dequantized without ``tejit.autocast``; inside ``torch.autocast`` the nominal dtype does not count."""
+    module = layer(Float8CurrentScalingQuantizer())
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(module, backend=counter, fullgraph=True)
+    x, grad = torch.randn(8, 64), torch.randn(8, 96, dtype=torch.bfloat16 if amp else torch.float32)
+    with torch.autocast("cpu", torch.bfloat16, enabled=amp), tejit.autocast(enabled=amp):
+        got, want = step(compiled, module, x, grad), step(module, module, x, grad)
+    assert_same(got, want)
+    assert got["weight"].dtype == torch.float32
+    assert counter.frame_count == 1
