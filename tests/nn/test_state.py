@@ -181,7 +181,7 @@ class Samples(torch.utils.data.Dataset):
 
     def __getitem__(self, index: int):
         made = quantized(CASES[index].quantizer(), torch.full((64, 96), index + 1.0))
-        made.index = index
+        made.number = index
         return made, self.kept[index]
 
 
@@ -197,7 +197,7 @@ def test_a_spawned_worker_sends_quantized_tensors() -> None:
     for index, (made, kept) in enumerate(loader):
         want, _ = samples[index]
         assert_same_bytes(made, want)
-        assert made.index == index
+        assert made.number == index
         assert_same_bytes(kept, samples.kept[index])
 
 
