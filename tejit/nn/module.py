@@ -107,7 +107,7 @@ class QuantizedModule(KeepsAttached, Named, nn.Module):
         _modules[self._key] = self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        super().__setstate__(state)
         self._begin()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -149,8 +149,9 @@ class QuantizedModule(KeepsAttached, Named, nn.Module):
             )
         if x.device != weight.device:
             raise ValueError(f"the input is on {x.device} and the weight on {weight.device}; move one of them")
-        if compat.autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
+        kind = x.device.type
+        if compat.autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
             x, bias = eligible(x, dtype), eligible(bias, dtype)
             if not weights.is_quantized(weight):
                 weight = eligible(weight, dtype)
@@ -187,7 +188,8 @@ class QuantizedModule(KeepsAttached, Named, nn.Module):
         """
         grad = torch.is_grad_enabled()
         needs_dgrad, needs_wgrad = grad and needs_dgrad, grad and weight.requires_grad
-        source, usages, given = weights.CALL, (True, True), ()
+        source, usages = weights.CALL, (True, True)
+        given: Inner = ()
         if weights.is_quantized(weight):
             source = weights.PARAMETER
             quantizers, usages, given = self._read(quantizers, weight, parameter)
@@ -200,7 +202,7 @@ class QuantizedModule(KeepsAttached, Named, nn.Module):
             if self.fuse_wgrad_accumulation:
                 main_grad = gradients.main_grad_of(owner, parameter)
                 accumulate = gradients.accumulates(owner, is_first_microbatch)
-            late = self._late(owner)
+            late = self._late(owner, parameter)
         plan = Plan(
             quantizers,
             needs_dgrad,
@@ -227,14 +229,15 @@ class QuantizedModule(KeepsAttached, Named, nn.Module):
         self._known_readings[parameter] = (quantizers, weight._quantizer, names, read, usages)
         return read, usages, inner
 
-    def _late(self, owner: Tensor) -> Late | None:
+    def _late(self, owner: Any, parameter: str) -> Late | None:
         if torch.compiler.is_compiling():
             if self.delay_wgrad_compute:
                 raise RuntimeError(
                     "delay_wgrad_compute=True cannot be compiled: a graph's backward cannot put a product off. Leave"
                     " this module out of the compiled region, or use delay_wgrad_compute=False"
                 )
-            gradients.mark(owner)  # a graph's backward cannot
+            if _is_waited_for(self._key, parameter):
+                owner.grad_added_to_main_grad = True  # a graph's backward cannot
             return None
         return Late(owner, self._put_off if self.delay_wgrad_compute else None)
 
@@ -274,7 +277,10 @@ class QuantizedModule(KeepsAttached, Named, nn.Module):
         if not (is_first or compiling):
             known = self._known_workspaces.get(parameter)
             if known is not None and known[0] is quantizers and known[1] == both:
-                return known[2]
+                form_name, form, names = known[2]
+                if self.__dict__.get(form_name) == form:
+                    buffers = self._buffers
+                    return tuple([None if name is None else buffers[name] for name in names])
         quantizer = quantizers.weight.needing(True, both)
         form = f"{quantizers.weight_key} {both}"
         prefix = f"{_WORKSPACE}_{parameter}"
@@ -291,7 +297,8 @@ class QuantizedModule(KeepsAttached, Named, nn.Module):
             _allocate(self._key, parameter, tuple([(name, *spec) for name, spec in specs.items()]))
         metadata = quantizer.storage_metadata(weight.dtype)
         names = metadata["cls"]._keywords_of(metadata["nontensor_kwargs"])
-        inner = tuple([getattr(self, f"{prefix}{name}") if name in specs else None for name in names])
+        buffers = tuple([f"{prefix}{name}" if name in specs else None for name in names])
+        inner = tuple([None if name is None else getattr(self, name) for name in buffers])
         if is_first:
             with torch.no_grad():
                 made = products.quantized(quantizer, weight.detach(), multiple)
@@ -300,12 +307,12 @@ class QuantizedModule(KeepsAttached, Named, nn.Module):
                         buffer.copy_(new)
             setattr(self, f"{prefix}_form", form)
         if not compiling:
-            self._known_workspaces[parameter] = (quantizers, both, inner)
+            form_name = f"{prefix}_form"
+            self._known_workspaces[parameter] = (quantizers, both, (form_name, getattr(self, form_name), buffers))
         return inner
 
     def _apply(self: Self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # The bytes of the workspace and their scales move with the module, and have no other dtype.
-        self._known_workspaces.clear()
         workspace = {name: self._buffers.pop(name) for name in list(self._buffers) if name.startswith(_WORKSPACE)}
         try:
             super()._apply(fn, recurse)
@@ -315,6 +322,9 @@ class QuantizedModule(KeepsAttached, Named, nn.Module):
             assert buffer is not None
             moved = fn(buffer)
             self._buffers[name] = moved if moved.dtype == buffer.dtype else buffer.to(moved.device)
+            if buffer.is_meta or moved.is_meta:  # its bytes are gone
+                for attribute in [key for key in self.__dict__ if key.startswith(_WORKSPACE)]:
+                    del self.__dict__[attribute]
         return self
 
 
@@ -333,6 +343,12 @@ def _allocate(key: str, parameter: str, specs: tuple[tuple[str, tuple[int, ...],
             if hasattr(module, name):
                 delattr(module, name)
             module.register_buffer(name, torch.zeros(shape, dtype=dtype, device=device), persistent=False)
+
+
+@compat.constant_result
+def _is_waited_for(key: str, parameter: str) -> bool:
+    """Whether somebody set ``grad_added_to_main_grad`` on a parameter; a graph would guard its value."""
+    return hasattr(getattr(_modules[key], parameter), "grad_added_to_main_grad")
 
 
 def eligible(tensor: Any, dtype: torch.dtype) -> Any:
