@@ -62,6 +62,11 @@ class backend:
         _state.name = _state.outer.pop()
 
 
+def current() -> str:
+    """The choice in force in this thread."""
+    return _state.name
+
+
 def use_ops(where: torch.device) -> bool:
     """Whether a computation on ``where`` goes through the compiled op (else: the pure-torch numerics, inline).
 

@@ -42,6 +42,8 @@ def _forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, given: Inner, state: State
 ) -> tuple[Tensor, Inner, Inner]:
     """The output, and the buffers of input and weight that it was made from."""
+    if plan.forward is not None:
+        return plan.forward(x, weight, bias)
     x_inner = products.input_inner(plan, x, state)
     w_inner = weights.operand(plan, weight, given, state)
     return products.fprop(plan, x_inner, w_inner, bias, x.dtype, x.shape[0], weight.shape[0]), x_inner, w_inner

@@ -29,7 +29,7 @@ _numbers = itertools.count()
 _modules: weakref.WeakValueDictionary[str, QuantizedModule] = weakref.WeakValueDictionary()
 
 #: Attributes that no copy of a module takes over.
-_OWN = ("_forward_recipe", "_key", "_put_off", "_known_readings", "_known_workspaces")
+_OWN = ("_forward_recipe", "_ready", "_key", "_put_off", "_known_readings", "_known_workspaces")
 
 #: What the names of a workspace's buffers begin with.
 _WORKSPACE = "_workspace"
@@ -293,11 +293,10 @@ class QuantizedModule(Delayed, KeepsAttached, Named, nn.Module):
         compiling = torch.compiler.is_compiling()
         if not (is_first or compiling):
             known = self._known_workspaces.get(parameter)
-            if known is not None and known[0] is quantizers and known[1] == both:
-                form_name, form, names = known[2]
-                if self.__dict__.get(form_name) == form:
-                    buffers = self._buffers
-                    return tuple([None if name is None else buffers[name] for name in names])
+            if known is not None and known[1] == both:
+                found = self._workspace_of(quantizers, parameter)
+                if found is not None:
+                    return found
         quantizer = quantizers.weight.needing(True, both)
         form = f"{quantizers.weight_key} {both}"
         prefix = f"{_WORKSPACE}_{parameter}"
@@ -327,6 +326,18 @@ class QuantizedModule(Delayed, KeepsAttached, Named, nn.Module):
             form_name = f"{prefix}_form"
             self._known_workspaces[parameter] = (quantizers, both, (form_name, getattr(self, form_name), buffers))
         return inner
+
+    def _workspace_of(self, quantizers: LinearQuantizers, parameter: str) -> Inner | None:
+        """The buffers of the workspace as eager calls of these quantizers last found them; None where they did not, or
+        others wrote there since."""
+        known = self._known_workspaces.get(parameter)
+        if known is None or known[0] is not quantizers:
+            return None
+        form_name, form, names = known[2]
+        if self.__dict__.get(form_name) != form:
+            return None
+        buffers = self._buffers
+        return tuple([None if name is None else buffers[name] for name in names])
 
     def _apply(self: Self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # The bytes of the workspace and their scales move with the module, and have no other dtype.

@@ -8,6 +8,7 @@ An autograd function calls, in forward: :func:`input_inner`, ``weights.operand``
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,10 @@ SLOTS = 3
 _PLAIN = IdentityQuantizer(internal=True)
 
 
+#: ``(x, weight, bias)`` to the output and the buffers of input and weight that it was made from.
+Forward = Callable[[Tensor, Tensor, "Tensor | None"], tuple[Tensor, Inner, Inner]]
+
+
 class Plan(NamedTuple):
     """How one linear product runs; known before it runs, hence a constant of a graph.
 
@@ -42,6 +47,7 @@ class Plan(NamedTuple):
         group: the process group over which amax is reduced when a tensor is quantized, or None.
         delayed: whom an eager backward tells that it wrote to the state; None in a graph, whose backward has the
             state's anchor for that.
+        forward: the product itself where an earlier call made it ready (``ready``), in eager code; else None.
     """
 
     quantizers: LinearQuantizers
@@ -54,6 +60,7 @@ class Plan(NamedTuple):
     accumulate: bool = True
     group: Any = None
     delayed: DelayedState | None = None
+    forward: Forward | None = None
 
 
 class State(NamedTuple):

@@ -81,14 +81,17 @@ def _check_fit(quantizer: Quantizer, weight: Any, name: str, multiple: int) -> N
         )
 
 
+def quantizer(plan: Plan) -> Quantizer:
+    """What makes a weight's buffers in the call: rowwise for fprop, and columnwise where they are saved for dgrad."""
+    return plan.quantizers.weight.needing(True, plan.needs_dgrad and plan.quantizers.backward_override is None)
+
+
 # -- in an autograd function ----------------------------------------------------------------------------------
 def operand(plan: Plan, weight: Tensor, given: Inner, state: State) -> Inner:
     """The weight's buffers for fprop; ``given`` are those that came quantized, empty where the call quantizes."""
     quantizers = plan.quantizers
     if plan.weight_source == CALL:
-        columnwise = plan.needs_dgrad and quantizers.backward_override is None
-        quantizer = quantizers.weight.needing(True, columnwise)
-        return products.quantized(quantizer, weight, quantizers.alignment, plan, state, products.WEIGHT)
+        return products.quantized(quantizer(plan), weight, quantizers.alignment, plan, state, products.WEIGHT)
     if plan.weight_usages[0]:
         return given
     rows, columns = weight.shape

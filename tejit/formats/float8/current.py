@@ -1,5 +1,6 @@
 """FP8 with one scale per tensor, taken from the tensor itself (current scaling)."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -61,6 +62,19 @@ class Float8CurrentScalingQuantizer(Float8TensorQuantizer):
             None if amax_reduction_group is None else self._reduced_amax(x, amax_reduction_group),
         )
         return codes if data else None, transposed if transpose else None, scale_inv
+
+    def caster(self, device: torch.device) -> Callable[[Tensor], Inner]:
+        """:meth:`quantize_inner` of tensors on ``device`` for eager code, by the compiled op, with nothing left to
+        decide."""
+        data, transpose = self._wants(device)
+        op, code = torch.ops.tejit.fp8_quantize_current.default, fp8_element(self.fp8_dtype).code
+        pow2, eps = self.force_pow_2_scales, self.amax_epsilon
+
+        def cast(x: Tensor) -> Inner:
+            codes, transposed, scale_inv = op(x, code, data, transpose, pow2, eps, None)
+            return codes if data else None, transposed if transpose else None, scale_inv
+
+        return cast
 
     def _reduced_amax(self, x: Tensor, group: Any) -> Tensor | None:
         if group is None:

@@ -42,9 +42,13 @@ def e2m1_stochastic_codes(scaled: Tensor, negative: Tensor, random: Tensor) -> T
 
 
 def e2m1_values(codes: Tensor) -> Tensor:
-    """float32 values of codes 0 to 15."""
-    table = torch.tensor((*E2M1_VALUES, *[-value for value in E2M1_VALUES]), dtype=torch.float32, device=codes.device)
-    return table[codes.to(torch.int64)]
+    """float32 values of codes 0 to 15: a sign, two bits of exponent, one of mantissa."""
+    # Computed on the device: a table from the host would make every GEMM wait, and no CUDA graph could hold it.
+    code = torch.arange(2 * SIGN_CODE, device=codes.device)
+    exponent, mantissa = code % SIGN_CODE // 2, code % 2
+    doubled = torch.where(exponent == 0, mantissa, (2 + mantissa) << (exponent - 1).clamp(min=0))
+    value = doubled.to(torch.float32) * 0.5
+    return torch.where(code < SIGN_CODE, value, -value)[codes.to(torch.int64)]
 
 
 def pack(codes: Tensor) -> Tensor:

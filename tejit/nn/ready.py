@@ -1,0 +1,137 @@
+"""What an eager call of ``Linear`` found out and the next call need not ask again.
+
+Half of the host's time of an eager forward goes into questions whose answers rarely change: which quantizers, whether
+sizes and devices fit, what the tensor cores take. A :class:`Ready` keeps the answers of one call under FP8 with current
+scaling, and says whether they hold for another. What is computed is the same, to the bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tejit import compat
+from tejit import device as hardware
+from tejit.format_info import E5M2, FP8_GEMM_ALIGNMENT
+from tejit.formats import Float8CurrentScalingQuantizer
+from tejit.kernels import backend
+from tejit.nn import products, weights
+from tejit.nn.module import Product, QuantizedModule
+from tejit.nn.products import Forward, Plan
+from tejit.recipe import Recipe, current_group, current_recipe
+from tejit.tensor.quantizer import Inner
+
+
+class Ready:
+    """The answers of a call. ``product`` is what the module made of them, ``forward`` in its plan included.
+
+    Of tensors it holds only what the module holds too.
+    """
+
+    __slots__ = ("backend", "bias", "columns", "device", "dtype", "first", "needs", "product", "recipe")
+
+    def __init__(self, recipe: Recipe, product: Product, x: Tensor, bias: Tensor | None, first: bool | None) -> None:
+        self.recipe, self.product, self.bias, self.first = recipe, product, bias, first
+        self.device, self.dtype, self.columns = x.device, x.dtype, x.shape[-1]
+        self.needs = (torch.is_grad_enabled(), x.requires_grad, product.weight.requires_grad)
+        self.backend = backend.current()
+
+    def holds(self, module: QuantizedModule, x: Tensor, weight: Any, bias: Tensor | None, first: bool | None) -> bool:
+        """Whether a call with these arguments would find the same answers."""
+        return (
+            current_recipe() is self.recipe
+            and weight is self.product.weight
+            and bias is self.bias
+            and first is self.first
+            and x.dim() > 0
+            and x.shape[-1] == self.columns
+            and x.dtype is self.dtype
+            and x.device == self.device
+            and self.needs == (torch.is_grad_enabled(), x.requires_grad, weight.requires_grad)
+            and x.numel() > 0
+            and self._same_buffers(module, weight)
+            and backend.current() == self.backend
+            and current_group() is None
+            and not compat.autocast_enabled(self.device.type)
+            and not compat.in_backward()
+        )
+
+    def _same_buffers(self, module: QuantizedModule, weight: Any) -> bool:
+        source, given = self.product.plan.weight_source, self.product.given
+        if source == weights.CALL:
+            return weight.device == self.device and weight.dtype is self.dtype
+        if source == weights.PARAMETER:
+            found = weight._data, weight._transpose, weight._scale_inv
+        else:
+            found = module._workspace_of(self.product.plan.quantizers, "weight") or (None, None, None)
+        return found[0] is given[0] and found[1] is given[1] and found[2] is given[2]
+
+
+def of_call(
+    module: QuantizedModule, product: Product, x: Tensor, bias: Tensor | None, first: bool | None
+) -> Ready | None:
+    """The answers of a call that found ``product``; None where another call has to ask for itself.
+
+    That is wherever a call has more to do than to compute: fill the workspace, reach ``main_grad``, change dtypes.
+    """
+    plan, recipe = product.plan, current_recipe()
+    plain = (
+        recipe is not None
+        and first is not True
+        and product.late is None
+        and product.main_grad is None
+        and product.weight is module.weight
+        and not compat.in_backward()
+        and not compat.autocast_enabled(x.device.type)
+    )
+    forward = _forward(plan, product.given, x, product.weight, bias) if plain else None
+    if recipe is None or forward is None:
+        return None
+    return Ready(recipe, product._replace(plan=plan._replace(forward=forward)), x, bias, first)
+
+
+def _forward(plan: Plan, given: Inner, x: Tensor, weight: Tensor, bias: Tensor | None) -> Forward | None:
+    """The forward of a product where the tensor cores take its operands as they are; else None."""
+    quantizers = plan.quantizers
+    x_quantizer, w_quantizer = products.input_quantizer(plan), weights.quantizer(plan)
+    own_weight = plan.weight_source == weights.CALL
+    w_fp8 = getattr(quantizers.weight.rowwise, "fp8_dtype", None)
+    if not (
+        type(x_quantizer) is Float8CurrentScalingQuantizer
+        and type(w_quantizer) is Float8CurrentScalingQuantizer
+        and plan.group is None
+        and (own_weight or (plan.weight_usages[0] and len(given) == 3))
+        and backend.use_ops(x.device)
+        and hardware.fp8_gemm_is_native(x.device)
+        and not x_quantizer.fp8_dtype == w_fp8 == E5M2.dtype
+        and x.numel() > 0
+        and weight.shape[0] % FP8_GEMM_ALIGNMENT == 0
+        and weight.shape[1] % FP8_GEMM_ALIGNMENT == 0
+        and (bias is None or bias.dtype == x.dtype != torch.float32)
+    ):
+        return None
+    dtype, x_fp8, fast_accum = x.dtype, x_quantizer.fp8_dtype, quantizers.fast_accum_fprop
+    cast_x, cast_w = x_quantizer.caster(x.device), w_quantizer.caster(x.device)
+    given_codes = None
+    if not own_weight:
+        assert given[0] is not None
+        given_codes = given[0].view(w_fp8).t()
+
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Inner, Inner]:
+        x_inner = cast_x(x)
+        w_inner = given if given_codes is not None else cast_w(weight)
+        codes = given_codes if given_codes is not None else w_inner[0].view(w_fp8).t()  # type: ignore[union-attr]
+        out = torch._scaled_mm(
+            x_inner[0].view(x_fp8),  # type: ignore[union-attr]
+            codes,
+            x_inner[2],
+            w_inner[2],
+            bias=bias,
+            out_dtype=dtype,
+            use_fast_accum=fast_accum,
+        )
+        return out, x_inner, w_inner
+
+    return forward

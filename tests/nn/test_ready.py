@@ -1,0 +1,151 @@
+"""Eager calls that take the answers of an earlier one: the same bits, and only where the answers still hold.
+
+On the CPU the tensor cores' part is played by torch's own slow ``_scaled_mm``; the oracle is a module's first call,
+which asks everything.
+"""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import tejit
+from tejit import Float8CurrentScalingQuantizer
+from tejit import device as hardware
+from tejit.nn import ready
+from tejit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format
+from tests.common import DEVICES
+
+CURRENT = Float8CurrentScaling()
+
+
+@pytest.fixture(autouse=True)
+def tensor_cores(monkeypatch, request, need_kernels) -> None:
+    if request.getfixturevalue("device") == "cpu":
+        monkeypatch.setattr(hardware, "fp8_gemm_is_native", lambda device: True)
+    need_kernels(request.getfixturevalue("device"))
+
+
+def layer(device: str, quantized: bool = False, **options) -> tejit.Linear:
+    torch.manual_seed(0)
+    module = tejit.Linear(32, 16, device=device, dtype=torch.bfloat16, **options)
+    if quantized:
+        module.weight = nn.Parameter(Float8CurrentScalingQuantizer()(module.weight.detach()))
+    return module
+
+
+def step(module: nn.Module, x: torch.Tensor, **options) -> list[torch.Tensor]:
+    x = x.clone().requires_grad_()
+    module.zero_grad()
+    y = module(x, **options)
+    y.backward(torch.ones_like(y))
+    return [y.detach(), x.grad, *[p.grad for p in module.parameters() if p.grad is not None]]
+
+
+def input_of(device: str, *shape: int) -> torch.Tensor:
+    return torch.randn(*(shape or (8, 32)), device=device, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("recipe", [CURRENT, Float8CurrentScaling(fp8_format=Format.E4M3, force_pow_2_scales=True)])
+@pytest.mark.parametrize("kind", ["call", "parameter", "workspace", "no bias", "high_precision", "original input"])
+def test_a_later_call_equals_a_first_one(kind, recipe, device) -> None:
+    """Changing data and weights; 2-D and 3-D inputs; the first call of a fresh copy is the oracle."""
+    if kind == "high_precision":
+        recipe = Float8CurrentScaling(backward_override="high_precision")
+    module = layer(device, kind == "parameter", bias=kind != "no bias", save_original_input=kind == "original input")
+    options = {"is_first_microbatch": False} if kind == "workspace" else {}
+    with tejit.autocast(recipe=recipe):
+        for number in range(4):
+            x = input_of(device, *((8, 32) if number < 3 else (2, 4, 32)))
+            if kind == "workspace":
+                module(x.clone().requires_grad_(), is_first_microbatch=True)
+            fresh = copy.deepcopy(module)
+            if kind == "workspace":
+                fresh(x.clone().requires_grad_(), is_first_microbatch=True)
+            for got, want in zip(step(module, x, **options), step(fresh, x, **options), strict=True):
+                assert torch.equal(got, want), number
+            assert module._ready is not None, "the call was not made ready"
+            with torch.no_grad():
+                for p in module.parameters():
+                    p.add_(torch.ones_like(p.dequantize() if kind == "parameter" else p), alpha=0.01)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_changes_is_asked_again(device, monkeypatch) -> None:
+    module, asked = layer(device), []
+    original = ready.of_call
+    monkeypatch.setattr(ready, "of_call", lambda *arguments: asked.append(1) or original(*arguments))
+
+    def questions(call) -> int:
+        asked.clear()
+        call()
+        return len(asked)
+
+    x = input_of(device)
+    with tejit.autocast(recipe=CURRENT):
+        assert questions(lambda: module(x)) == 1
+        assert questions(lambda: module(x)) == 0
+        assert questions(lambda: module(input_of(device, 3, 5, 32))) == 0
+        assert questions(lambda: module(x.clone().requires_grad_())) == 1
+        with torch.no_grad():
+            assert questions(lambda: module(x)) == 1
+            assert questions(lambda: module(x[:0])) == 1
+        assert questions(lambda: module(x, is_first_microbatch=True)) == 1
+        assert questions(lambda: module(x)) == 1
+        with tejit.backend("kernels"):
+            assert questions(lambda: module(x)) == 1
+        module.weight = nn.Parameter(module.weight.detach().clone())
+        assert questions(lambda: module(x)) == 1
+        module.weight.requires_grad_(False)
+        assert questions(lambda: module(x)) == 1
+        module.half()
+        assert questions(lambda: module(x.half())) == 1
+        module.bfloat16()
+        with pytest.raises(TypeError, match="float32"):
+            module(x.float())
+        with pytest.raises(ValueError, match="in_features"):
+            module(x[:, :16])
+        assert questions(lambda: module(x)) == 1
+    for recipe in (Float8CurrentScaling(fp8_format=Format.E4M3), Float8BlockScaling(), DelayedScaling(), CURRENT):
+        with tejit.autocast(recipe=recipe):
+            assert questions(lambda: module(x)) == 1
+    with torch.autocast(device, torch.bfloat16), tejit.autocast(recipe=CURRENT):
+        assert questions(lambda: module(x.float())) == 1
+    assert questions(lambda: module(x)) == 0, "without autocast there is nothing to ask"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_parameter_whose_buffers_changed_is_read_again(device) -> None:
+    module, x = layer(device, quantized=True), input_of(device)
+    with tejit.autocast(recipe=CURRENT), torch.no_grad():
+        first = module(x)
+        assert torch.equal(module(x), first)
+        module.weight.copy_(module.weight.dequantize() * 2)  # in place: the buffers stay
+        assert torch.equal(module(x), copy.deepcopy(module)(x))
+        module.weight.data = Float8CurrentScalingQuantizer()(input_of(device, 16, 32))
+        assert torch.equal(module(x), copy.deepcopy(module)(x))
+        assert not torch.equal(module(x), first)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_recomputation_follows_the_forward_it_repeats(device) -> None:
+    """Two recipes by turns, backward outside of autocast: each recomputation is under its forward's recipe."""
+    from torch.utils.checkpoint import checkpoint
+
+    module, x = layer(device), input_of(device)
+    coarse = Float8CurrentScaling(amax_epsilon=64.0)
+    with tejit.autocast(recipe=coarse):
+        module(x.clone().requires_grad_())
+    for recipe in (CURRENT, coarse, CURRENT):
+        found = []
+        for how in (lambda x: module(x), lambda x: checkpoint(module, x, use_reentrant=False)):
+            given = x.clone().requires_grad_()
+            module.zero_grad()
+            with tejit.autocast(recipe=recipe):
+                y = how(given)
+            y.sum().backward()
+            found.append([y.detach(), given.grad, module.weight.grad.clone()])
+        for plain, again in zip(*found, strict=True):
+            assert torch.equal(plain, again)
