@@ -5,6 +5,7 @@ where that is not possible the same numerics run in plain torch.
 """
 
 from tejit import dynamo, jit, ops, recipe
+from tejit.convert import convert
 from tejit.formats import (
     Float8BlockQuantizer,
     Float8BlockwiseQTensor,
@@ -74,6 +75,7 @@ __all__ = [
     "ToolchainError",
     "autocast",
     "backend",
+    "convert",
     "dynamo",
     "is_fp8_available",
     "is_fp8_block_scaling_available",

@@ -1,0 +1,161 @@
+"""Which of torch's modules have a twin among tejit's, and how one becomes the other in place.
+
+A module changes its class and stays the same object: whoever holds it (a parent, the handle of a hook, a list of
+somebody's) goes on holding it, and so do those who hold its parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.utils.parametrize import is_parametrized
+
+from tejit.nn.linear import Linear
+from tejit.nn.linear_function import quantized_linear
+
+
+class TransposedLinear(Linear):
+    """``y = x @ weight + bias`` with a weight of ``(in_features, out_features)``: what ``tejit.convert`` makes of the
+    linear layers of Hugging Face's GPT-2 (``transformers.pytorch_utils.Conv1D``)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(..., in_features)`` to ``(..., out_features)``."""
+        recipe = self._recipe()
+        quantizers = None if recipe is None else recipe.for_linear(self.name)
+        if quantizers is None:
+            # The operation of Conv1D, so that the bits are its bits.
+            flat = torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), self.weight)
+            return flat.reshape(*x.shape[:-1], self.out_features)
+        x, weight, bias = self._operands(x, self.bias)
+        return quantized_linear(x, weight.t(), bias, quantizers)
+
+    def reset_parameters(self) -> None:
+        """Initialise the parameters as ``Conv1D`` does."""
+        nn.init.normal_(self.weight, std=0.02)
+        nn.init.zeros_(self.bias)
+
+
+class Twin(NamedTuple):
+    """A class of torch's and one of ours.
+
+    Attributes:
+        plain: torch's class; what both classes' constructors are given is the same.
+        ours: tejit's class.
+        arguments: what a module of either class would be made with again.
+        described: attributes that ``ours`` has and a foreign module lacks, by what they are for that module.
+    """
+
+    plain: type[nn.Module]
+    ours: type[nn.Module]
+    arguments: Callable[[Any], tuple[Any, ...]]
+    described: Callable[[Any], dict[str, Any]] = lambda module: {}
+
+    def additions(self, module: nn.Module) -> dict[str, Any]:
+        """The attributes, with their first values, that only ``ours`` has."""
+        ours, plain = (cls(*self.arguments(module), device="meta") for cls in (self.ours, self.plain))
+        return {name: value for name, value in vars(ours).items() if name not in vars(plain)}
+
+
+_LINEAR = Twin(nn.Linear, Linear, lambda module: (module.in_features, module.out_features, module.bias is not None))
+_TRANSPOSED = Twin(
+    nn.Linear,
+    TransposedLinear,
+    lambda module: (*module.weight.shape, module.bias is not None),
+    lambda module: {"in_features": module.weight.shape[0], "out_features": module.weight.shape[1]},
+)
+_TWINS = (_LINEAR,)
+#: By the full name of a class whose package may not be there.
+_FOREIGN = {"transformers.pytorch_utils.Conv1D": _TRANSPOSED}
+
+#: What a subclass may define and still compute what its base computes.
+_HARMLESS = {"__init__", "reset_parameters", "extra_repr", "__repr__", "__annotate__", "__annotate_func__"}
+
+
+def _foreign(cls: type) -> Twin | None:
+    return _FOREIGN.get(f"{cls.__module__}.{cls.__qualname__}")
+
+
+def twin_of(module: nn.Module) -> Twin | None:
+    """The pair that a module of torch's or of ours belongs to, subclasses included; None where there is none."""
+    for base in type(module).__mro__:
+        for twin in (*_TWINS, *_FOREIGN.values()):
+            if base in (twin.ours, twin.plain):
+                return twin
+        if _foreign(base):
+            return _foreign(base)
+    return None
+
+
+def is_ours(module: nn.Module) -> bool:
+    """Whether the module is of a class of tejit's that has a twin, or of a subclass of one."""
+    twin = twin_of(module)
+    return twin is not None and isinstance(module, twin.ours)
+
+
+def linear_sizes(module: nn.Module) -> tuple[int, int] | None:
+    """``(in_features, out_features)`` of a linear layer, torch's, foreign or ours; None for what is none."""
+    twin = twin_of(module)
+    if twin is None or not issubclass(twin.ours, nn.Linear):
+        return None
+    described = twin.described(module) or vars(module)
+    return described["in_features"], described["out_features"]
+
+
+def obstacle(module: nn.Module) -> str | None:
+    """Why one of torch's modules that has a twin must stay what it is; None where nothing stands against it."""
+    cls = type(module)
+    if isinstance(module, LazyModuleMixin):
+        return f"{cls.__name__} has no parameters before its first forward; convert the model after one"
+    if isinstance(module, NonDynamicallyQuantizableLinear):
+        return "nn.MultiheadAttention reads its weight and never calls it"
+    if is_parametrized(module):
+        return "torch.nn.utils.parametrize gave it a class of its own, which makes its parameters"
+    for base in cls.__mro__:
+        if _foreign(base) or any(base is twin.plain for twin in _TWINS):
+            break
+        own = {name for name, value in vars(base).items() if callable(value) or hasattr(value, "__get__")} - _HARMLESS
+        own -= {"__dict__", "__weakref__"}
+        if own:
+            return f"{base.__name__} is a class of its own: it defines {', '.join(sorted(own))}"
+    return None
+
+
+def to_ours(module: nn.Module) -> None:
+    """Turn one of torch's modules, against which :func:`obstacle` has nothing, into its twin."""
+    twin = twin_of(module)
+    assert twin is not None
+    cls = type(module)
+    for name, value in (twin.described(module) | twin.additions(module)).items():
+        if name not in vars(module):  # a name that somebody gave it counts
+            setattr(module, name, value)
+    module.__class__ = twin.ours
+    if cls is not twin.plain:
+        module._torch_class = cls
+
+
+def obstacle_back(module: nn.Module) -> str | None:
+    """Why a module of tejit's cannot become torch's; None where it can."""
+    twin = twin_of(module)
+    if twin is None or not isinstance(module, twin.ours):
+        return f"torch has no module that does what {type(module).__name__} does"
+    if type(module) is not twin.ours:
+        return f"{type(module).__name__} is a class of its own"
+    for switch in ("return_bias", "zero_centered_gamma"):
+        if getattr(module, switch, False):
+            return f"torch's {twin.plain.__name__} has no {switch}"
+    return None
+
+
+def to_torch(module: nn.Module) -> None:
+    """Turn a module, against which :func:`obstacle_back` has nothing, into what it was, or its twin of torch's."""
+    twin = twin_of(module)
+    assert twin is not None
+    cls = vars(module).get("_torch_class", twin.plain)
+    for name in {**twin.additions(module), **twin.described(module), "_torch_class": cls}:
+        vars(module).pop(name, None)
+    module.__class__ = cls
