@@ -27,6 +27,7 @@ from tejit.formats import (
     NVFP4Tensor,
     NVFP4TensorStorage,
 )
+from tejit.inspect import explain, info
 from tejit.jit import CacheError, CompileError, KernelNotCached, TejitError, ToolchainError, warm
 from tejit.kernels import library as _ops  # noqa: F401 - registers the ops
 from tejit.kernels.backend import DEFAULT as _BACKEND
@@ -77,6 +78,8 @@ __all__ = [
     "backend",
     "convert",
     "dynamo",
+    "explain",
+    "info",
     "is_fp8_available",
     "is_fp8_block_scaling_available",
     "is_mxfp8_available",

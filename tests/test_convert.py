@@ -307,18 +307,17 @@ def test_meta_models_are_converted_before_they_have_memory() -> None:
         assert plain(torch.randn(3, 40)).isfinite().all()
 
 
-@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
-def test_a_converted_model_compiles_to_one_graph(compiler) -> None:
+def test_a_converted_model_compiles_to_one_graph() -> None:
     torch._dynamo.reset()
     converted = tejit.convert(model(), filter_fn=everything)
-    counter = torch._dynamo.testing.CompileCounterWithBackend(compiler)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(converted, backend=counter, fullgraph=True)
     for rows in (4, 6, 10):
         x = torch.randn(rows, 40, requires_grad=True)
         torch._dynamo.mark_dynamic(x, 0)
         with tejit.autocast():
             got, want = compiled(x), converted(x)
-            torch.testing.assert_close(got, want, rtol=0, atol=0 if compiler == "aot_eager" else 1e-4)
+            assert torch.equal(got, want)
             got.sum().backward()
     assert counter.frame_count == 1
 

@@ -106,6 +106,13 @@ def linear_sizes(module: nn.Module) -> tuple[int, int] | None:
     return described["in_features"], described["out_features"]
 
 
+def twin_name(module: nn.Module) -> str:
+    """The name of the class that a module of torch's would become."""
+    twin = twin_of(module)
+    assert twin is not None
+    return twin.ours.__name__
+
+
 def obstacle(module: nn.Module) -> str | None:
     """Why one of torch's modules that has a twin must stay what it is; None where nothing stands against it."""
     cls = type(module)

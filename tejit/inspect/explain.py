@@ -1,0 +1,264 @@
+"""``explain``: what each layer's three GEMMs multiply, and why not something faster."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from tejit import compat
+from tejit.format_info import FP8_BLOCK, FP8_ELEMENTS, FP8_GEMM_ALIGNMENT
+from tejit.inspect import table
+from tejit.inspect.untouched import untouched
+from tejit.kernels.gemm import Operand, emulation_reason
+from tejit.nn import twins
+from tejit.nn.naming import Named
+from tejit.recipe import LinearQuantizers, Recipe, autocast, current_recipe, default_recipe
+from tejit.recipe.gain import too_small_to_gain
+from tejit.tensor import Quantizer
+
+#: Values of ``Product.runs``.
+NATIVE, EMULATED, HIGH_PRECISION, NOT_RUN = "native", "emulated", "high precision", "not run"
+GEMMS = ("fprop", "dgrad", "wgrad")
+
+#: Modules whose matrices are no operands of a product.
+_NO_PRODUCT = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.PReLU)
+
+
+class Product(NamedTuple):
+    """One GEMM of one layer, or all three of a layer that is not quantized.
+
+    Attributes:
+        layer: qualified name.
+        module: class, and the sizes where it is a linear layer.
+        gemm: ``fprop``, ``dgrad``, ``wgrad`` or all of them.
+        operands: the formats multiplied.
+        runs: ``native``, ``emulated``, ``high precision`` or ``not run``.
+        reason: why it is not native, or not worth it.
+    """
+
+    layer: str
+    module: str
+    gemm: str
+    operands: str
+    runs: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What :func:`explain` found. ``str()`` is a table, and a notebook shows it as one.
+
+    Attributes:
+        recipe: the recipe it was asked for.
+        device: where the module is.
+        products: one a GEMM, in the order of the modules.
+    """
+
+    recipe: Recipe
+    device: torch.device
+    products: tuple[Product, ...]
+
+    def _summary(self) -> str:
+        counts = [(what, sum(p.runs == what for p in self.products)) for what in (NATIVE, EMULATED)]
+        layers = {p.layer for p in self.products}
+        plain = {p.layer for p in self.products if p.runs == HIGH_PRECISION and p.gemm == _ALL}
+        told = ", ".join(f"{count} GEMMs {what}" for what, count in counts)
+        return (
+            f"{type(self.recipe).__name__} on {self.device}: {len(layers)} layers; {told}; layers"
+            f" in high precision: {len(plain)}"
+        )
+
+    def __str__(self) -> str:
+        return f"{self._summary()}\n\n{table.as_text(Product._fields, self.products)}"
+
+    def _repr_html_(self) -> str:
+        return f"<p>{self._summary()}</p>{table.as_html(Product._fields, self.products)}"
+
+
+class _Call(NamedTuple):
+    """What a layer met when it ran."""
+
+    recipe: Recipe | None
+    dtype: torch.dtype
+    grad: bool
+    input_needs_grad: bool
+
+
+_ALL = ", ".join(GEMMS)
+
+
+def explain(module: nn.Module, *inputs: Any, recipe: Recipe | None = None, **named_inputs: Any) -> Explanation:
+    """Run ``module`` once under ``recipe`` and tell, for each layer and GEMM, the formats and whether they are native.
+
+    The forward pass runs on ``inputs`` as they are, hooks included, without backward; afterwards the attributes and
+    buffers of the modules and the random generators are as before. Compiled modules run eagerly.
+
+    Args:
+        module: the model; converted or not.
+        inputs, named_inputs: what it is called with. Gradients are told of as these inputs need them: with inputs that
+            need none, the first layer has no dgrad.
+        recipe: None is that of the ``tejit.autocast`` around the call, else ``tejit.recipe.default_recipe()``.
+
+    Raises:
+        TypeError: ``module`` is no module or ``recipe`` no recipe.
+
+    What the forward pass raises is raised.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module is {module!r}; it must be a torch.nn.Module")
+    recipe = recipe or current_recipe() or default_recipe()
+    layers = [(name or "(root)", layer) for name, layer in module.named_modules() if _has_product(layer)]
+    calls: dict[nn.Module, dict[_Call, None]] = {layer: {} for _, layer in layers}
+
+    def record(layer: nn.Module, arguments: tuple[Any, ...]) -> None:
+        if layer in calls:
+            calls[layer][_met(layer, arguments)] = None
+
+    with untouched(module), ExitStack() as stack:
+        # One hook for all: torch's own modules take another path where a module below them has one of its own.
+        stack.callback(register_module_forward_pre_hook(record).remove)
+        if "torch._dynamo" in sys.modules:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(autocast(recipe=recipe))
+        getattr(module, "_orig_mod", module)(*inputs, **named_inputs)
+        products = [p for name, layer in layers for p in _products(name, layer, list(calls[layer]), recipe)]
+    return Explanation(recipe, _device(module), tuple(products))
+
+
+def _has_product(layer: nn.Module) -> bool:
+    """Whether a module itself, not one below it, multiplies by a matrix of its own."""
+    if isinstance(layer, _NO_PRODUCT):
+        return False
+    if twins.linear_sizes(layer) is not None:
+        return True
+    own = (*layer._parameters.values(), *(getattr(layer, name, None) for name in ("weight",)))
+    return any(isinstance(p, Tensor) and p.is_floating_point() and p.dim() >= 2 for p in own)
+
+
+def _device(module: nn.Module) -> torch.device:
+    return next((tensor.device for tensor in (*module.parameters(), *module.buffers())), torch.device("cpu"))
+
+
+def _met(layer: nn.Module, arguments: tuple[Any, ...]) -> _Call:
+    x = next((a for a in arguments if isinstance(a, Tensor) and a.is_floating_point()), None)
+    device = _device(layer)
+    own = next((p.dtype for p in layer.parameters() if p.is_floating_point()), torch.get_default_dtype())
+    dtype = own if x is None else x.dtype
+    if compat.autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+    return _Call(current_recipe(), dtype, torch.is_grad_enabled(), x is None or x.requires_grad)
+
+
+def _products(name: str, layer: nn.Module, calls: list[_Call], recipe: Recipe) -> Iterator[Product]:
+    module = type(layer).__name__
+    sizes = twins.linear_sizes(layer)
+    if sizes is not None:
+        module += " {} -> {}".format(*sizes)
+
+    def plain(reason: str, runs: str = HIGH_PRECISION, operands: str = "") -> Product:
+        return Product(name, module, _ALL, operands, runs, reason)
+
+    if not calls:
+        yield plain("its forward was not called; a caller may read its weight", NOT_RUN)
+        return
+    for call in calls:
+        quantizers, reason = _chosen(layer, name, call, recipe)
+        if quantizers is None:
+            yield plain(reason, operands=_short(call.dtype))
+            continue
+        notes = [reason] if reason else []
+        if sizes is not None and (small := too_small_to_gain(call.recipe or recipe, _name_of(layer), *sizes)):
+            notes.append(small)
+        for gemm in GEMMS:
+            yield Product(name, module, gemm, *_product(gemm, layer, call, quantizers, notes))
+
+
+def _name_of(layer: nn.Module) -> str | None:
+    return layer.name if isinstance(layer, Named) else None
+
+
+def _chosen(layer: nn.Module, name: str, call: _Call, recipe: Recipe) -> tuple[LinearQuantizers | None, str]:
+    """The quantizers of a layer, None for high precision; and why, or what is to be said beside."""
+    if not isinstance(layer, Named):
+        if twins.twin_of(layer) is None:
+            return None, "not a module of tejit"
+        obstacle = twins.obstacle(layer)
+        small = too_small_to_gain(recipe, name, *(twins.linear_sizes(layer) or ()))
+        reason = obstacle or small or f"tejit.convert makes it a tejit.{twins.twin_name(layer)}"
+        return None, f"not a module of tejit: {reason}" if obstacle else reason
+    if call.recipe is None:
+        return None, "tejit.autocast is switched off around it"
+    quantizers = call.recipe.for_linear(layer.name)
+    pattern = next((p for p, _ in call.recipe.overrides if fnmatch.fnmatchcase(layer.name or "", p)), None)
+    if quantizers is None:
+        return None, f"override {pattern!r}" if pattern else "the recipe keeps it in high precision"
+    if call.recipe.overrides and layer.name is None:
+        return quantizers, "it has no name, so that no override can match it (tejit.name_modules)"
+    return quantizers, f"override {pattern!r}" if pattern else ""
+
+
+def _product(
+    gemm: str, layer: nn.Module, call: _Call, quantizers: LinearQuantizers, notes: list[str]
+) -> tuple[str, str, str]:
+    """Operands, how the GEMM runs, and why."""
+    a, b = _operands(gemm, quantizers, _device(layer), call.dtype)
+    formats = f"{_format(*a)} x {_format(*b)}"
+    why = emulation_reason(a[1], b[1])
+    runs = NATIVE if why is None else EMULATED
+    if gemm != GEMMS[0] and call.grad:
+        if gemm == "dgrad" and not call.input_needs_grad:
+            return formats, NOT_RUN, "the input needs no gradient"
+        if gemm == "wgrad" and not any(p.requires_grad and p.dim() > 1 for p in layer.parameters(recurse=False)):
+            return formats, NOT_RUN, "the weight needs no gradient"
+    return formats, runs, "; ".join([*filter(None, [why]), *notes])
+
+
+def _operands(
+    gemm: str, quantizers: LinearQuantizers, device: torch.device, dtype: torch.dtype
+) -> tuple[tuple[Quantizer, Operand], tuple[Quantizer, Operand]]:
+    """The two operands of a GEMM, made small by the very quantizers of the layer."""
+    size = math.lcm(quantizers.alignment, FP8_GEMM_ALIGNMENT)
+    matrix = torch.zeros(size, size, device=device, dtype=dtype)
+
+    def rowwise(quantizer: Quantizer) -> tuple[Quantizer, Operand]:
+        return quantizer, quantizer.rowwise_operand(quantizer.quantize_inner(matrix))
+
+    def columnwise(quantizer: Quantizer) -> tuple[Quantizer, Operand]:
+        return quantizer, quantizer.columnwise_operand(quantizer.quantize_inner(matrix))
+
+    x, weight, grad_output = quantizers.input, quantizers.weight, quantizers.grad_output
+    if gemm == "fprop":
+        return rowwise(x.rowwise), rowwise(weight.rowwise)
+    if gemm == "dgrad":
+        return rowwise(grad_output.rowwise), columnwise(weight.columnwise)
+    return columnwise(grad_output.columnwise), columnwise(x.columnwise)
+
+
+def _format(quantizer: Quantizer, operand: Operand) -> str:
+    """An operand's format in a few words, from its bytes and how they are rounded."""
+    if operand.kind == "plain":
+        return _short(operand.codes.dtype)
+    words = [operand.kind.upper()]
+    if operand.kind != "nvfp4":
+        words.append(next(element.name for element in FP8_ELEMENTS if element.code == operand.fp8))
+    if operand.block_dim:
+        words.append(f"{FP8_BLOCK.block if operand.block_dim == 2 else 1}x{FP8_BLOCK.block}")
+    for field, word in (("with_2d_quantization", "2D"), ("stochastic_rounding", "stochastic")):
+        if getattr(quantizer, field, False):
+            words.append(word)
+    if operand.sign_mask is not None:
+        words.append("RHT")
+    return " ".join(words)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
