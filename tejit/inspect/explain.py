@@ -53,9 +53,9 @@ class Product(NamedTuple):
     reason: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Explanation:
-    """What :func:`explain` found. ``str()`` is a table, and a notebook shows it as one.
+    """What :func:`explain` found; shown as a table, in text and in a notebook.
 
     Attributes:
         recipe: the recipe it was asked for.
@@ -77,7 +77,7 @@ class Explanation:
             f" in high precision: {len(plain)}"
         )
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return f"{self._summary()}\n\n{table.as_text(Product._fields, self.products)}"
 
     def _repr_html_(self) -> str:

@@ -19,9 +19,9 @@ _FORMATS = {
 
 
 class Info(dict[str, Any]):
-    """Facts by name, plain values that JSON can hold. ``str()`` is a text, and a notebook shows a table."""
+    """Facts by name, plain values that JSON can hold; shown as lines, in a notebook as a table."""
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return as_text(self)
 
     def _repr_html_(self) -> str:
