@@ -39,6 +39,7 @@ from tejit.recipe import (
     is_fp8_block_scaling_available,
     is_mxfp8_available,
     is_nvfp4_available,
+    quantized_model_init,
 )
 from tejit.tensor import InnerTensor, QuantizedTensor, QuantizedTensorStorage, Quantizer
 
@@ -86,6 +87,7 @@ __all__ = [
     "is_nvfp4_available",
     "name_modules",
     "ops",
+    "quantized_model_init",
     "recipe",
     "warm",
 ]
