@@ -71,11 +71,16 @@ def values(
     return cut(cls._construct(buffers, keywords, shape, first.device)._dequantize(dtype), rows, columns)
 
 
-def input_inner(plan: Plan, x: Tensor) -> Inner:
-    """The input's buffers: rowwise for fprop, and columnwise where they are saved for wgrad."""
+def input_quantizer(plan: Plan) -> Quantizer:
+    """What makes the input's buffers: rowwise for fprop, and columnwise where they are saved for wgrad."""
     quantizers = plan.quantizers
     columnwise = plan.needs_wgrad and quantizers.backward_override is None and not plan.save_original_input
-    return quantized(quantizers.input.needing(True, columnwise), x, quantizers.alignment)
+    return quantizers.input.needing(True, columnwise)
+
+
+def input_inner(plan: Plan, x: Tensor) -> Inner:
+    """The input's buffers, of :func:`input_quantizer`."""
+    return quantized(input_quantizer(plan), x, plan.quantizers.alignment)
 
 
 def kept_input(plan: Plan, x: Tensor | None, inner: Inner) -> Inner:

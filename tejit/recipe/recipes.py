@@ -149,14 +149,19 @@ class Recipe:
         """The quantizers of a linear layer under this recipe."""
         raise NotImplementedError(f"{type(self).__name__} does not define linear")
 
-    def for_linear(self, name: str | None) -> LinearQuantizers | None:
-        """The quantizers of the linear layer of this name; None for high precision."""
+    def for_linear(self, name: str | None, product: str | None = None) -> LinearQuantizers | None:
+        """The quantizers of the linear layer of this name; None for high precision.
+
+        ``product`` is which one, where a module has several (``fc1``): it is called ``name.product``, and a pattern
+        may match that or the module's name.
+        """
+        full = name if name is None or product is None else f"{name}.{product}"
         if self.overrides:
-            index = _first_match(tuple([pattern for pattern, _ in self.overrides]), name)
+            index = _first_match(tuple([pattern for pattern, _ in self.overrides]), name, full)
             if index is not None:
                 other = self.overrides[index][1]
-                return None if other is None else other._linear_of(name)
-        return self._linear_of(name)
+                return None if other is None else other._linear_of(full)
+        return self._linear_of(full)
 
     def _linear_of(self, name: str | None) -> LinearQuantizers | None:
         return self.linear
@@ -177,12 +182,14 @@ def _checked_overrides(overrides: Any) -> tuple[tuple[str, Recipe | None], ...]:
 
 
 @compat.constant_result
-def _first_match(patterns: tuple[str, ...], name: str | None) -> int | None:
-    """The place of the first pattern that matches a module's name."""
-    if name is None:
+def _first_match(patterns: tuple[str, ...], name: str | None, full: str | None) -> int | None:
+    """The place of the first pattern that matches a module's name or, in full, that of its product."""
+    if name is None or full is None:
         _warn_of_no_name(patterns)
         return None
-    return next((i for i, pattern in enumerate(patterns) if fnmatch.fnmatchcase(name, pattern)), None)
+    return next(
+        (i for i, pattern in enumerate(patterns) if any(fnmatch.fnmatchcase(n, pattern) for n in (name, full))), None
+    )
 
 
 @functools.cache
