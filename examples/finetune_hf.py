@@ -71,7 +71,6 @@ def build(size: Size, seed: int) -> LlamaForCausalLM:
         use_cache=False,
         bos_token_id=None,
         eos_token_id=None,
-        attn_implementation="sdpa",
     )
     return LlamaForCausalLM(config)
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
 from torch import nn
 
-from tejit.nn import name_modules, twins
+from tejit.nn import init, name_modules, twins
+from tejit.nn.module import QuantizedModule
 from tejit.nn.naming import Named
 from tejit.recipe import Recipe, default_recipe
 from tejit.recipe.gain import too_small_to_gain
+from tejit.recipe.model_init import current_model_init, quantized_model_init
+from tejit.tensor import QuantizedTensor
+from tejit.tensor.attached import carry
 
 Root = TypeVar("Root", bound=nn.Module)
 Filter = Callable[[nn.Module, str], bool]
@@ -42,7 +46,9 @@ def convert(
             weights into high-precision ones.
         filter_fn: called with a layer and its qualified name; only layers of which it says True are converted. With it,
             layers that are too small to gain are converted as well: what is worth it is then the caller's decision.
-        quantize_params: let the weights live quantized; they are then other parameters than before.
+        quantize_params: let the weights live quantized, as ``tejit.quantized_model_init`` does, whose
+            ``preserve_high_precision_init_val`` counts where it is around the call. They are then other parameters
+            than before, with what was attached to those and their hooks: make the optimizer afterwards.
 
     Returns:
         ``module``.
@@ -71,7 +77,10 @@ def convert(
             raise ValueError('quantize_params=True needs a recipe that has a format for them; "none" has none')
         _back(module, filter_fn)
     else:
-        _forth(module, default_recipe() if recipe is None else recipe, filter_fn)
+        chosen = default_recipe() if recipe is None else recipe
+        _forth(module, chosen, filter_fn)
+        if quantize_params:
+            _quantize(module, chosen, filter_fn)
     return module
 
 
@@ -102,12 +111,67 @@ def _forth(root: nn.Module, recipe: Recipe, filter_fn: Filter | None) -> None:
 def too_small(module: nn.Module, name: str, recipe: Recipe) -> str | None:
     """Why a linear layer of torch's gains nothing under ``recipe``; None for a layer that may, and for norms."""
     sizes = twins.linear_sizes(module)
-    return None if sizes is None else too_small_to_gain(recipe, name or None, *sizes)
+    return None if sizes is None else too_small_to_gain(recipe.for_linear(name or None), *sizes)
+
+
+def _quantize(root: nn.Module, recipe: Recipe, filter_fn: Filter | None) -> None:
+    """Let the weights of tejit's modules live quantized."""
+    asked, kept = current_model_init(), {}
+    preserve = asked is not None and asked.preserve
+    became: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+    for name, module in root.named_modules():
+        if not isinstance(module, QuantizedModule) or (filter_fn is not None and not filter_fn(module, name)):
+            continue
+        if isinstance(module, twins.TransposedLinear):
+            kept[name] = "its weight is stored transposed"
+            continue
+        before = dict(module._parameters)
+        done = {parameter: became[id(old)][1] for parameter, old in before.items() if id(old) in became}
+        module._parameters.update(done)
+        with quantized_model_init(recipe=recipe, preserve_high_precision_init_val=preserve):
+            init.quantize_parameters(
+                module,
+                {
+                    each.parameter: each.named(module.name)
+                    for each in twins.linear_products(module)
+                    if each.parameter not in done
+                },
+            )
+        became |= {
+            id(old): (old, module._parameters[parameter])
+            for parameter, old in before.items()
+            if module._parameters[parameter] is not old and parameter not in done
+        }
+    _replace(root, became)
+    if kept:
+        _warn(f"tejit.convert left {len(kept)} weights in high precision: ", kept)
+
+
+def _dequantize(root: nn.Module, modules: Iterable[nn.Module]) -> None:
+    """Give modules high-precision parameters for quantized ones."""
+    became = {}
+    for parameter in {id(p): p for module in modules for p in module.parameters(recurse=False)}.values():
+        if isinstance(parameter, QuantizedTensor):
+            plain = nn.Parameter(parameter.dequantize().detach(), requires_grad=parameter.requires_grad)
+            carry(parameter, plain)
+            became[id(parameter)] = parameter, plain
+    _replace(root, became)
+
+
+def _replace(root: nn.Module, became: Mapping[int, tuple[nn.Parameter, nn.Parameter]]) -> None:
+    """Put parameters into the place of others, by their ids, wherever these are; hooks of the old ones go along."""
+    for old, new in became.values():
+        new._backward_hooks = old._backward_hooks
+        new._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks
+    for module in root.modules():
+        for name, parameter in module._parameters.items():
+            if id(parameter) in became:
+                module._parameters[name] = became[id(parameter)][1]
 
 
 def _back(root: nn.Module, filter_fn: Filter | None) -> None:
     ours = [(name, m) for name, m in root.named_modules() if isinstance(m, Named)]
-    kept = {}
+    kept, turned = {}, []
     for name, module in ours:
         if filter_fn is not None and not filter_fn(module, name):
             continue
@@ -115,7 +179,10 @@ def _back(root: nn.Module, filter_fn: Filter | None) -> None:
         if obstacle is not None:
             kept[name] = obstacle
         else:
-            twins.to_torch(module)
+            turned.append(module)
+    _dequantize(root, turned)
+    for module in turned:
+        twins.to_torch(module)
     if kept:
         _warn(f'tejit.convert(recipe="none") left {len(kept)} of {len(ours)} layers as they are: ', kept)
 

@@ -220,14 +220,17 @@ def test_the_bound_of_smallness_is_where_the_measured_rates_break_even(recipe, w
         return operations / low + elements * moved / 4.1e12 < operations / 711e12
 
     for i, o in ((width - 2, width - 2), (width + 2, width + 2), (16, 4096), (width, 4 * width), (300, 8192)):
-        assert (too_small_to_gain(recipe, None, i, o) is None) == gains(i, o), (i, o)
+        assert (too_small_to_gain(recipe.linear, i, o) is None) == gains(i, o), (i, o)
 
 
 def test_overrides_decide_by_name_what_is_too_small() -> None:
     recipe = Float8CurrentScaling(overrides=(("head", None), ("blocks.*", MXFP8BlockScaling())))
-    assert too_small_to_gain(recipe, "head", 4, 4) is None
-    assert too_small_to_gain(recipe, "blocks.0", 600, 600) is None
-    assert too_small_to_gain(recipe, "other", 600, 600) is not None
+    plain = nn.ModuleDict({"head": nn.Linear(4, 4), "blocks": nn.Sequential(nn.Linear(600, 600))})
+    plain["other"] = nn.Linear(600, 600)
+    with pytest.warns(UserWarning, match=r"other \(too small to gain"):
+        tejit.convert(plain, recipe=recipe)
+    ours = [isinstance(m, tejit.Linear) for m in (plain["head"], plain["blocks"][0], plain["other"])]
+    assert ours == [True, True, False]
 
 
 class Constructed(nn.Linear):
@@ -346,6 +349,125 @@ def test_linear_layers_of_hugging_face_keep_their_layout(dtype) -> None:
     assert set(vars(converted[0])) - {"_forward_recipe"} == attributes
     with pytest.warns(UserWarning, match="40 -> 61"):
         tejit.convert(converted)
+
+
+def norms() -> nn.Sequential:
+    torch.manual_seed(0)
+    made = nn.Sequential(
+        nn.LayerNorm(24),
+        nn.LayerNorm((4, 24), eps=1e-3, bias=False),
+        nn.LayerNorm(24, elementwise_affine=False),
+        nn.RMSNorm(24),
+        nn.RMSNorm((4, 24), eps=1e-6, elementwise_affine=False),
+    )
+    for parameter in made.parameters():
+        nn.init.normal_(parameter)
+    return made
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+def test_norms_are_converted_with_all_that_they_were_made_with(dtype) -> None:
+    plain = norms().to(dtype)
+    converted, x = copy.deepcopy(plain), torch.randn(3, 4, 24, dtype=dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tejit.convert(converted)
+    assert [type(m) for m in converted] == [tejit.LayerNorm] * 3 + [tejit.RMSNorm] * 2
+    assert [repr(m) for m in converted] == [repr(m) for m in plain]
+    assert [m.name for m in converted] == ["0", "1", "2", "3", "4"]
+    assert_same(step(converted, x), step(plain, x))
+    tejit.convert(converted, recipe="none")
+    assert [type(m) for m in converted] == [nn.LayerNorm] * 3 + [nn.RMSNorm] * 2
+    assert [set(vars(m)) for m in converted] == [set(vars(m)) for m in plain]
+    centered = nn.Sequential(tejit.RMSNorm(24, zero_centered_gamma=True), tejit.LayerNormLinear(8, 8))
+    with pytest.warns(UserWarning, match=r"0 \(torch's RMSNorm has no zero_centered_gamma\); 1 \(torch has no module"):
+        tejit.convert(centered, recipe="none")
+
+
+QUANTIZED = {
+    "current": (Float8CurrentScaling(), tejit.Float8Tensor),
+    "block": (Float8BlockScaling(), tejit.Float8BlockwiseQTensor),
+    "mxfp8": (MXFP8BlockScaling(), tejit.MXFP8Tensor),
+    "nvfp4": (NVFP4BlockScaling(), tejit.NVFP4Tensor),
+}
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_quantized_weights_are_the_bytes_the_recipe_makes_in_each_call(name) -> None:
+    recipe, cls = QUANTIZED[name]
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64))
+    each_call, lives = (tejit.convert(copy.deepcopy(plain), recipe=recipe, filter_fn=everything) for _ in range(2))
+    plain_weight, lost = lives[0].weight, []
+    plain_weight.main_grad = torch.zeros(128, 64)
+    lives[0].weight.register_hook(lambda gradient: lost.append("hook"))
+    lives[0].weight.register_post_accumulate_grad_hook(lambda parameter: lost.append("accumulated"))
+    tejit.convert(lives, recipe=recipe, quantize_params=True, filter_fn=everything)
+    assert [type(m.weight) for m in (lives[0], lives[2])] == [cls, cls]
+    assert isinstance(lives[0].weight, nn.Parameter)
+    assert lives[0].weight.main_grad is plain_weight.main_grad
+    assert type(lives[0].bias) is nn.Parameter
+    again = lives[0].weight
+    assert tejit.convert(lives, recipe=recipe, quantize_params=True, filter_fn=everything)[0].weight is again
+
+    x = torch.randn(32, 64)
+    with tejit.autocast(recipe=recipe):
+        torch.manual_seed(1)
+        want = each_call(x)
+        torch.manual_seed(1)
+        got = lives(x)
+        got.sum().backward()
+    assert torch.equal(got, want)
+    assert lost == ["hook", "accumulated"]
+
+    values = lives[0].weight.dequantize().detach()
+    tejit.convert(lives, recipe="none")
+    assert type(lives[0]) is nn.Linear
+    assert type(lives[0].weight) is nn.Parameter
+    assert torch.equal(lives[0].weight, values)
+    assert lives[0].weight.main_grad is plain_weight.main_grad
+
+
+def test_quantized_weights_stay_tied_on_the_way_there_and_back() -> None:
+    torch.manual_seed(0)
+    first, second = nn.Linear(32, 32), nn.Linear(32, 32)
+    second.weight = first.weight
+    embedding, head = nn.Embedding(64, 32), nn.Linear(32, 64, bias=False)
+    head.weight = embedding.weight
+    root = nn.Sequential(embedding, first, second, head)
+    tokens = torch.arange(6)
+    want = root(tokens)
+    recipe = MXFP8BlockScaling()
+    tejit.convert(root, recipe=recipe, filter_fn=everything, quantize_params=True)
+    assert isinstance(first.weight, tejit.MXFP8Tensor)
+    assert first.weight is second.weight
+    assert head.weight is embedding.weight
+    with tejit.autocast(recipe=recipe):
+        got = root(tokens)
+    assert 0 < (got - want).norm() / want.norm() < 0.1
+    got.sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in root.parameters())
+    tejit.convert(root, recipe="none")
+    assert type(first.weight) is nn.Parameter
+    assert first.weight is second.weight
+    assert head.weight is embedding.weight
+
+
+def test_initial_values_are_preserved_where_that_is_asked_for() -> None:
+    linear = nn.Linear(32, 32)
+    values = linear.weight.detach().clone()
+    with tejit.quantized_model_init(preserve_high_precision_init_val=True):
+        tejit.convert(linear, filter_fn=everything, quantize_params=True)
+        assert type(tejit.convert(nn.Linear(32, 32), filter_fn=everything).weight) is nn.Parameter
+    assert torch.equal(linear.weight.get_high_precision_init_val(), values)
+
+
+def test_overrides_and_sizes_that_do_not_fit_keep_weights_in_high_precision() -> None:
+    recipe = MXFP8BlockScaling(overrides=(("0", None),))
+    root = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 33))
+    with pytest.warns(UserWarning, match=r"Linear.weight of shape \(33, 32\).*stays in high precision"):
+        tejit.convert(root, recipe=recipe, filter_fn=everything, quantize_params=True)
+    assert [isinstance(m.weight, tejit.QuantizedTensor) for m in root] == [False, True, False]
 
 
 @pytest.mark.parametrize(

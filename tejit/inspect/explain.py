@@ -20,7 +20,7 @@ from tejit.inspect import table
 from tejit.inspect.untouched import untouched
 from tejit.kernels.gemm import Operand, emulation_reason
 from tejit.nn import twins
-from tejit.nn.naming import Named
+from tejit.nn.module import QuantizedModule
 from tejit.recipe import LinearQuantizers, Recipe, autocast, current_recipe, default_recipe
 from tejit.recipe.gain import too_small_to_gain
 from tejit.tensor import Quantizer
@@ -159,7 +159,7 @@ def _met(layer: nn.Module, arguments: tuple[Any, ...]) -> _Call:
 
 
 def _products(name: str, layer: nn.Module, calls: list[_Call], recipe: Recipe) -> Iterator[Product]:
-    module = type(layer).__name__
+    root, module = name, type(layer).__name__
     sizes = twins.linear_sizes(layer)
     if sizes is not None:
         module += " {} -> {}".format(*sizes)
@@ -171,34 +171,46 @@ def _products(name: str, layer: nn.Module, calls: list[_Call], recipe: Recipe) -
         yield plain("its forward was not called; a caller may read its weight", NOT_RUN)
         return
     for call in calls:
-        quantizers, reason = _chosen(layer, name, call, recipe)
-        if quantizers is None:
-            yield plain(reason, operands=_short(call.dtype))
+        if not isinstance(layer, QuantizedModule):
+            yield plain(_foreign(layer, name, recipe), operands=_short(call.dtype))
             continue
-        notes = [reason] if reason else []
-        if sizes is not None and (small := too_small_to_gain(call.recipe or recipe, _name_of(layer), *sizes)):
-            notes.append(small)
-        for gemm in GEMMS:
-            yield Product(name, module, gemm, *_product(gemm, layer, call, quantizers, notes))
+        before = [p for own, p in layer._parameters.items() if own.startswith("layer_norm")]
+        for each in twins.linear_products(layer):
+            quantizers, reason = _chosen(layer, each.product, call)
+            if each.product is not None:
+                name, module = f"{root}.{each.product}", f"{type(layer).__name__} {'{} -> {}'.format(*each.sizes)}"
+            if quantizers is None:
+                yield Product(name, module, _ALL, _short(call.dtype), HIGH_PRECISION, reason)
+                continue
+            notes = [*filter(None, [reason, too_small_to_gain(quantizers, *each.sizes)])]
+            # Behind a norm or another product the gradient of the input is needed for their parameters as well.
+            needs_grad = call.input_needs_grad or any(p is not None and p.requires_grad for p in before)
+            before.append(layer._parameters[each.parameter])
+            for gemm in GEMMS:
+                found = _product(gemm, layer._parameters[each.parameter], call, quantizers, needs_grad, notes)
+                yield Product(name, module, gemm, *found)
 
 
-def _name_of(layer: nn.Module) -> str | None:
-    return layer.name if isinstance(layer, Named) else None
+def _foreign(layer: nn.Module, name: str, recipe: Recipe) -> str:
+    """Why a layer that is not tejit's stays in high precision."""
+    sizes = twins.linear_sizes(layer)
+    if sizes is None:
+        return "not a module of tejit"
+    obstacle = twins.obstacle(layer)
+    if obstacle is not None:
+        return f"not a module of tejit: {obstacle}"
+    small = too_small_to_gain(recipe.for_linear(name), *sizes)
+    return small or f"tejit.convert makes it a tejit.{twins.twin_name(layer)}"
 
 
-def _chosen(layer: nn.Module, name: str, call: _Call, recipe: Recipe) -> tuple[LinearQuantizers | None, str]:
-    """The quantizers of a layer, None for high precision; and why, or what is to be said beside."""
-    if not isinstance(layer, Named):
-        if twins.twin_of(layer) is None:
-            return None, "not a module of tejit"
-        obstacle = twins.obstacle(layer)
-        small = too_small_to_gain(recipe, name, *(twins.linear_sizes(layer) or ()))
-        reason = obstacle or small or f"tejit.convert makes it a tejit.{twins.twin_name(layer)}"
-        return None, f"not a module of tejit: {reason}" if obstacle else reason
+def _chosen(layer: QuantizedModule, product: str | None, call: _Call) -> tuple[LinearQuantizers | None, str]:
+    """The quantizers of a product, None for high precision; and why, or what is to be said beside."""
     if call.recipe is None:
         return None, "tejit.autocast is switched off around it"
-    quantizers = call.recipe.for_linear(layer.name)
-    pattern = next((p for p, _ in call.recipe.overrides if fnmatch.fnmatchcase(layer.name or "", p)), None)
+    quantizers = call.recipe.for_linear(layer.name, product)
+    names = [layer.name or ""] + ([f"{layer.name}.{product}"] if product else [])
+    patterns = (p for p, _ in call.recipe.overrides if any(fnmatch.fnmatchcase(name, p) for name in names))
+    pattern = next(patterns, None)
     if quantizers is None:
         return None, f"override {pattern!r}" if pattern else "the recipe keeps it in high precision"
     if call.recipe.overrides and layer.name is None:
@@ -207,17 +219,25 @@ def _chosen(layer: nn.Module, name: str, call: _Call, recipe: Recipe) -> tuple[L
 
 
 def _product(
-    gemm: str, layer: nn.Module, call: _Call, quantizers: LinearQuantizers, notes: list[str]
+    gemm: str,
+    weight: Any,
+    call: _Call,
+    quantizers: LinearQuantizers,
+    input_needs_grad: bool,
+    notes: list[str],
 ) -> tuple[str, str, str]:
     """Operands, how the GEMM runs, and why."""
-    a, b = _operands(gemm, quantizers, _device(layer), call.dtype)
-    formats = f"{_format(*a)} x {_format(*b)}"
-    why = emulation_reason(a[1], b[1])
-    runs = NATIVE if why is None else EMULATED
-    if gemm != GEMMS[0] and call.grad:
-        if gemm == "dgrad" and not call.input_needs_grad:
+    if gemm != GEMMS[0] and quantizers.backward_override is not None:
+        formats, runs = _short(call.dtype), HIGH_PRECISION
+        why: str | None = f"backward_override={quantizers.backward_override!r}"
+    else:
+        a, b = _operands(gemm, quantizers, weight.device, call.dtype)
+        formats, why = f"{_format(*a)} x {_format(*b)}", emulation_reason(a[1], b[1])
+        runs = NATIVE if why is None else EMULATED
+    if call.grad:
+        if gemm == "dgrad" and not input_needs_grad:
             return formats, NOT_RUN, "the input needs no gradient"
-        if gemm == "wgrad" and not any(p.requires_grad and p.dim() > 1 for p in layer.parameters(recurse=False)):
+        if gemm == "wgrad" and not weight.requires_grad:
             return formats, NOT_RUN, "the weight needs no gradient"
     return formats, runs, "; ".join([*filter(None, [why]), *notes])
 

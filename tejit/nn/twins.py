@@ -17,22 +17,24 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from tejit.nn.linear import Linear
 from tejit.nn.linear_function import quantized_linear
+from tejit.nn.module import QuantizedModule
+from tejit.nn.norms import LayerNorm, RMSNorm
+from tejit.recipe.model_init import quantized_model_init
 
 
 class TransposedLinear(Linear):
     """``y = x @ weight + bias`` with a weight of ``(in_features, out_features)``: what ``tejit.convert`` makes of the
     linear layers of Hugging Face's GPT-2 (``transformers.pytorch_utils.Conv1D``)."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``(..., in_features)`` to ``(..., out_features)``."""
-        recipe = self._recipe()
-        quantizers = None if recipe is None else recipe.for_linear(self.name)
+    def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
+        """``(..., in_features)`` to ``(..., out_features)``; ``is_first_microbatch`` as in ``Linear.forward``."""
+        quantizers = self._quantizers()
         if quantizers is None:
             # The operation of Conv1D, so that the bits are its bits.
             flat = torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), self.weight)
             return flat.reshape(*x.shape[:-1], self.out_features)
-        x, weight, bias = self._operands(x, self.bias)
-        return quantized_linear(x, weight.t(), bias, quantizers)
+        x, weight, bias = self._operands(x, self.weight.t(), self.bias)
+        return quantized_linear(x, self._product(quantizers, weight, x.requires_grad, is_first_microbatch), bias)
 
     def reset_parameters(self) -> None:
         """Initialise the parameters as ``Conv1D`` does."""
@@ -57,7 +59,8 @@ class Twin(NamedTuple):
 
     def additions(self, module: nn.Module) -> dict[str, Any]:
         """The attributes, with their first values, that only ``ours`` has."""
-        ours, plain = (cls(*self.arguments(module), device="meta") for cls in (self.ours, self.plain))
+        with quantized_model_init(enabled=False):
+            ours, plain = (cls(*self.arguments(module), device="meta") for cls in (self.ours, self.plain))
         return {name: value for name, value in vars(ours).items() if name not in vars(plain)}
 
 
@@ -68,7 +71,15 @@ _TRANSPOSED = Twin(
     lambda module: (*module.weight.shape, module.bias is not None),
     lambda module: {"in_features": module.weight.shape[0], "out_features": module.weight.shape[1]},
 )
-_TWINS = (_LINEAR,)
+_TWINS = (
+    _LINEAR,
+    Twin(
+        nn.LayerNorm,
+        LayerNorm,
+        lambda module: (module.normalized_shape, module.eps, module.elementwise_affine, module.bias is not None),
+    ),
+    Twin(nn.RMSNorm, RMSNorm, lambda module: (module.normalized_shape, module.eps, module.elementwise_affine)),
+)
 #: By the full name of a class whose package may not be there.
 _FOREIGN = {"transformers.pytorch_utils.Conv1D": _TRANSPOSED}
 
@@ -106,6 +117,36 @@ def linear_sizes(module: nn.Module) -> tuple[int, int] | None:
     return described["in_features"], described["out_features"]
 
 
+class LinearProduct(NamedTuple):
+    """A linear product of one of tejit's modules.
+
+    Attributes:
+        product: its name inside of a module that has several, else None (``Recipe.for_linear``).
+        parameter: the name of its weight.
+        sizes: ``(in_features, out_features)``.
+    """
+
+    product: str | None
+    parameter: str
+    sizes: tuple[int, int]
+
+    def named(self, module: str | None) -> str | None:
+        """What recipes call it, in a module of that name."""
+        return module if module is None or self.product is None else f"{module}.{self.product}"
+
+
+def linear_products(module: QuantizedModule) -> list[LinearProduct]:
+    """The linear products of one of tejit's modules; empty for modules that leave them to modules below."""
+    found = []
+    for parameter, weight in module._parameters.items():
+        product = parameter.removesuffix("weight").rstrip("_")
+        if weight is not None and weight.dim() == 2 and parameter.endswith("weight"):
+            rows, columns = weight.shape
+            sizes = linear_sizes(module) or (columns, rows)
+            found.append(LinearProduct(product or None, parameter, sizes))
+    return found
+
+
 def twin_name(module: nn.Module) -> str:
     """The name of the class that a module of torch's would become."""
     twin = twin_of(module)
@@ -141,6 +182,8 @@ def to_ours(module: nn.Module) -> None:
         if name not in vars(module):  # a name that somebody gave it counts
             setattr(module, name, value)
     module.__class__ = twin.ours
+    if isinstance(module, QuantizedModule):
+        module._init_quantized(module.name)
     if cls is not twin.plain:
         module._torch_class = cls
 

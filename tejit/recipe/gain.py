@@ -20,7 +20,7 @@ from tejit.formats import (
     MXFP8Quantizer,
     NVFP4Quantizer,
 )
-from tejit.recipe.recipes import LinearQuantizers, Recipe
+from tejit.recipe.recipes import LinearQuantizers
 from tejit.tensor import Quantizer
 
 #: Measured on one H200, in operations and bytes a second: GEMMs of 8192x8192x8192, and a device's copy.
@@ -66,10 +66,9 @@ def smallest_square(quantizers: LinearQuantizers) -> float:
     return 2 / max(cost.bound for cost in costs)
 
 
-def too_small_to_gain(recipe: Recipe, name: str | None, in_features: int, out_features: int) -> str | None:
-    """Why the linear layer of this name and size gains no time under ``recipe``; None where it can, and where the
-    recipe leaves the layer in high precision anyway."""
-    quantizers = recipe.for_linear(name)
+def too_small_to_gain(quantizers: LinearQuantizers | None, in_features: int, out_features: int) -> str | None:
+    """Why a linear layer of this size gains no time with ``quantizers``; None where it can, and for None: high
+    precision."""
     if quantizers is None:
         return None
     width = smallest_square(quantizers)

@@ -131,6 +131,31 @@ def test_a_small_layer_of_ours_is_quantized_and_told_to_gain_nothing() -> None:
     assert [why.endswith(reason) for *_, why in found.values()] == [True] * 3
 
 
+def test_modules_with_several_products_are_told_by_product() -> None:
+    """The names are those that patterns match; a quantized weight is told as what it is."""
+    recipe = Float8CurrentScaling(overrides=(("mlp.fc1", MXFP8BlockScaling()), ("mlp.fc2", None)))
+    with tejit.quantized_model_init(recipe=recipe):
+        model = nn.ModuleDict({"mlp": tejit.LayerNormMLP(1024, 2048), "out": tejit.LayerNormLinear(1024, 1024)})
+    tejit.name_modules(model)
+    model.forward = lambda x: model["out"](model["mlp"](x))
+    explanation = tejit.explain(model, torch.randn(4, 1024), recipe=recipe)
+    first, second, out = (rows(explanation, name) for name in ("mlp.fc1", "mlp.fc2", "out"))
+    assert {operands for operands, *_ in first.values()} == {"MXFP8 E4M3 x MXFP8 E4M3"}
+    assert {runs for _, runs, _ in first.values()} == {"emulated"}  # the norm's parameters need dgrad
+    assert second == {"fprop, dgrad, wgrad": ("float32", "high precision", "override 'mlp.fc2'")}
+    assert out["fprop"][0] == "FP8 E4M3 x FP8 E4M3"
+    modules = {p.layer: p.module for p in explanation.products}
+    assert modules["mlp.fc1"] == "LayerNormMLP 1024 -> 2048"
+
+
+@pytest.mark.parametrize("override", ["high_precision", "dequantized"])
+def test_a_backward_in_high_precision_is_told(override) -> None:
+    x = torch.randn(4, 1024, requires_grad=True)
+    found = rows(tejit.explain(linear(), x, recipe=Float8CurrentScaling(backward_override=override)), "(root)")
+    assert found["fprop"][:2] == ("FP8 E4M3 x FP8 E4M3", "emulated")
+    assert {found["dgrad"], found["wgrad"]} == {("float32", "high precision", f"backward_override={override!r}")}
+
+
 def test_a_layer_without_a_name_under_overrides_says_so() -> None:
     recipe = Float8CurrentScaling(overrides=(("no_name_matches_this", None),))
     with warnings.catch_warnings():
