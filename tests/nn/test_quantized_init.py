@@ -10,6 +10,7 @@ import warnings
 
 import pytest
 import torch
+import torch._dynamo.testing
 import torch.nn.functional as F
 from torch import nn
 
@@ -238,13 +239,10 @@ class MLP(nn.Module):
 
 def batches(steps):
     generator = torch.Generator().manual_seed(5)
-    target = nn.Linear(32, 32)
-    with torch.no_grad():
-        target.weight.copy_(torch.randn(32, 32, generator=generator) / 6)
-        target.bias.zero_()
-        for _ in range(steps):
-            x = torch.randn(64, 32, generator=generator)
-            yield x, target(x).tanh()
+    target = torch.randn(32, 32, generator=generator) / 6
+    for _ in range(steps):
+        x = torch.randn(64, 32, generator=generator)
+        yield x, (x @ target).tanh()
 
 
 STEPS = 150
@@ -305,7 +303,7 @@ def test_with_float32_masters_training_equals_that_of_high_precision_weights(nam
     optimizer = torch.optim.AdamW(reference.parameters(), lr=3e-3)
     want = train(reference, step, None)
     last_got, last_want = (sum(losses[-10:]) / 10 for losses in (got, want))
-    assert last_want < 0.15 * want[0]  # there was something to learn, and it was learnt
+    assert last_want < 0.1 * want[0]  # there was something to learn, and it was learnt
     assert abs(last_got - last_want) < (0.1 if name == "nvfp4" else 0.02) * want[0]
 
 
@@ -319,9 +317,10 @@ def test_with_float32_masters_training_equals_that_of_high_precision_weights(nam
     ],
     ids=["sgd-foreach", "sgd-fused", "adamw-foreach", "adamw-fused"],
 )
-@each_recipe
+@pytest.mark.parametrize("name", ["block", "mxfp8"])
 def test_torchs_optimizers_train_quantized_parameters(name, make) -> None:
-    """Without masters a step that is smaller than half a code is lost, so these steps are large."""
+    """Without masters a step that is smaller than half a code is lost, so these steps are large. Of every format one
+    step is compared with torch's on plain values in `tests/formats/test_behaviour.py`."""
     model = MLP(RECIPES[name])
     optimizer = make(model.parameters())
 
@@ -364,8 +363,14 @@ def test_an_optimizers_state_comes_back_from_a_file(name) -> None:
     assert steps(model, optimizer, 5) == steps(other, resumed, 5)
 
 
-@pytest.mark.parametrize("quantizes", [True, False])
-@each_recipe
+@pytest.mark.parametrize(
+    ("name", "quantizes"),
+    [
+        ("mxfp8", True),
+        ("current", False),
+        *(pytest.param(n, q, marks=pytest.mark.full) for n in ("current", "block", "nvfp4") for q in (True, False)),
+    ],
+)
 def test_one_graph_with_quantized_parameters(name, quantizes) -> None:
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
