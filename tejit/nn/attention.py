@@ -39,6 +39,7 @@ class MultiheadAttention(Named, nn.Module):
         return_layernorm_output: return the norm's output too.
         bias: whether the projections add a bias.
         return_bias: return the second projection's bias too and do not add it.
+        fuse_wgrad_accumulation, delay_wgrad_compute: of both projections, as in ``Linear``.
         rotary_pos_interleaved: rotate neighbouring features (0 and 1, 2 and 3) instead of those half a head apart.
         device, dtype: of the parameters; None is torch's default. ``params_dtype`` is another name of ``dtype``.
         name: what recipes call the module; its projections are ``name.layernorm_qkv`` or ``name.qkv``, and
@@ -72,6 +73,8 @@ class MultiheadAttention(Named, nn.Module):
         bias: bool = True,
         return_bias: bool = False,
         rotary_pos_interleaved: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         params_dtype: torch.dtype | None = None,
@@ -94,7 +97,13 @@ class MultiheadAttention(Named, nn.Module):
         self.return_bias = return_bias
         self.rotary_pos_interleaved = rotary_pos_interleaved
         rows = (num_attention_heads + 2 * self.num_gqa_groups) * self.kv_channels
-        common: dict[str, Any] = {"bias": bias, "device": device, "dtype": checked_dtype(dtype, params_dtype)}
+        common: dict[str, Any] = {
+            "bias": bias,
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+            "delay_wgrad_compute": delay_wgrad_compute,
+            "device": device,
+            "dtype": checked_dtype(dtype, params_dtype),
+        }
         if input_layernorm:
             self.layernorm_qkv = LayerNormLinear(
                 hidden_size,
@@ -118,13 +127,16 @@ class MultiheadAttention(Named, nn.Module):
             **common,
         )
 
-    def forward(self, hidden_states: Tensor, *, rotary_pos_emb: Tensor | None = None) -> Tensor | tuple[Tensor, ...]:
+    def forward(
+        self, hidden_states: Tensor, *, rotary_pos_emb: Tensor | None = None, is_first_microbatch: bool | None = None
+    ) -> Tensor | tuple[Tensor, ...]:
         """``(batch, sequence, hidden_size)`` to the same; then, as asked for, the bias and the norm's output.
 
         Args:
             hidden_states: the input.
             rotary_pos_emb: angles by which queries and keys are turned, ``(at least sequence, 1, 1, at most
                 kv_channels)``, as ``RotaryPositionEmbedding`` makes them.
+            is_first_microbatch: as in ``Linear.forward``.
         """
         if hidden_states.dim() != 3:
             raise ValueError(
@@ -132,11 +144,11 @@ class MultiheadAttention(Named, nn.Module):
             )
         norm_output: tuple[Tensor, ...] = ()
         if self.input_layernorm:
-            qkv = self.layernorm_qkv(hidden_states)
+            qkv = self.layernorm_qkv(hidden_states, is_first_microbatch)
             if self.return_layernorm_output:
                 qkv, *norm_output = qkv
         else:
-            qkv = self.qkv(hidden_states)
+            qkv = self.qkv(hidden_states, is_first_microbatch)
         heads = qkv.unflatten(-1, (-1, self.kv_channels))
         q, k, v = heads.split((self.num_attention_heads, self.num_gqa_groups, self.num_gqa_groups), 2)
         if rotary_pos_emb is not None:
@@ -150,9 +162,14 @@ class MultiheadAttention(Named, nn.Module):
             is_causal=self.attn_mask_type == "causal",
             enable_gqa=self.num_gqa_groups != self.num_attention_heads,
         )
-        projected = self.proj(context.transpose(1, 2).flatten(2))
+        projected = self.proj(context.transpose(1, 2).flatten(2), is_first_microbatch)
         found = (*(projected if self.return_bias else (projected,)), *norm_output)
         return found if len(found) > 1 else found[0]
+
+    def backward_dw(self) -> None:
+        """Compute the gradients that backward put off (``delay_wgrad_compute``), of both projections."""
+        (self.layernorm_qkv if self.input_layernorm else self.qkv).backward_dw()
+        self.proj.backward_dw()
 
 
 class RotaryPositionEmbedding(nn.Module):

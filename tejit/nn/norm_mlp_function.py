@@ -136,16 +136,16 @@ class _NormMLP(torch.autograd.Function):
         kept_y, kept_w1, kept_a, kept_w2, kept_h, kept_x = groups
         w1_dtype, b1_dtype, w2_dtype, b2_dtype = ctx.dtypes[2:]
         (features, ffn), dtype = ctx.columns, ctx.norm.dtype
-        (plan1, plan2), (to1, to2) = ctx.plans, ctx.destinations
+        (plan1, plan2), ((main1, late1), (main2, late2)) = ctx.plans, ctx.destinations
         dx = norm_wgrad = norm_bias_grad = wgrad1 = bias_grad1 = bias_grad2 = None
         if b2_dtype is not None and ctx.needs_input_grad[6]:
             bias_grad2 = grad_output.sum(0).to(b2_dtype)
-        dgrad, wgrad2 = product_gradients(plan2, *to2, grad_output, kept_a, kept_w2, ffn, dtype, w2_dtype)
+        dgrad, wgrad2 = product_gradients(plan2, main2, late2, grad_output, kept_a, kept_w2, ffn, dtype, w2_dtype)
         if dgrad is not None:
             dh = fused.activate_backward(dgrad, kept_h[0], ctx.activation)
             if b1_dtype is not None and ctx.needs_input_grad[4]:
                 bias_grad1 = dh.sum(0).to(b1_dtype)
-            dgrad, wgrad1 = product_gradients(plan1, *to1, dh, kept_y, kept_w1, features, dtype, w1_dtype)
+            dgrad, wgrad1 = product_gradients(plan1, main1, late1, dh, kept_y, kept_w1, features, dtype, w1_dtype)
             if dgrad is not None:
                 dx, norm_wgrad, norm_bias_grad = norm_gradients(dgrad, grad_norm, kept_x, ctx.norm, ctx.dtypes)
         found = (dx, norm_wgrad, norm_bias_grad, wgrad1, bias_grad1, wgrad2, bias_grad2)

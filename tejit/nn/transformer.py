@@ -33,6 +33,7 @@ class TransformerLayer(Named, nn.Module):
         bias: whether the linear layers add a bias.
         apply_residual_connection_post_layernorm: add to the norm's output instead of its input.
         rotary_pos_interleaved: as in ``MultiheadAttention``.
+        fuse_wgrad_accumulation, delay_wgrad_compute: of all linear layers, as in ``Linear``.
         device, dtype: of the parameters; None is torch's default. ``params_dtype`` is another name of ``dtype``.
         name: what recipes call the layer; its linear layers are ``name.self_attention.layernorm_qkv``,
             ``name.self_attention.proj``, ``name.layernorm_mlp.fc1`` and ``name.layernorm_mlp.fc2``.
@@ -62,6 +63,8 @@ class TransformerLayer(Named, nn.Module):
         zero_centered_gamma: bool = False,
         apply_residual_connection_post_layernorm: bool = False,
         rotary_pos_interleaved: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         params_dtype: torch.dtype | None = None,
@@ -78,6 +81,8 @@ class TransformerLayer(Named, nn.Module):
             "bias": bias,
             "zero_centered_gamma": zero_centered_gamma,
             "return_layernorm_output": apply_residual_connection_post_layernorm,
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+            "delay_wgrad_compute": delay_wgrad_compute,
             "device": device,
             "dtype": checked_dtype(dtype, params_dtype),
         }
@@ -103,10 +108,21 @@ class TransformerLayer(Named, nn.Module):
             **common,
         )
 
-    def forward(self, hidden_states: Tensor, *, rotary_pos_emb: Tensor | None = None) -> Tensor:
-        """``(batch, sequence, hidden_size)`` to the same; ``rotary_pos_emb`` as in ``MultiheadAttention.forward``."""
-        hidden_states = self._added(self.self_attention(hidden_states, rotary_pos_emb=rotary_pos_emb), hidden_states)
-        return self._added(self.layernorm_mlp(hidden_states), hidden_states)
+    def forward(
+        self, hidden_states: Tensor, *, rotary_pos_emb: Tensor | None = None, is_first_microbatch: bool | None = None
+    ) -> Tensor:
+        """``(batch, sequence, hidden_size)`` to the same; the other arguments are as in
+        ``MultiheadAttention.forward``."""
+        attended = self.self_attention(
+            hidden_states, rotary_pos_emb=rotary_pos_emb, is_first_microbatch=is_first_microbatch
+        )
+        hidden_states = self._added(attended, hidden_states)
+        return self._added(self.layernorm_mlp(hidden_states, is_first_microbatch), hidden_states)
+
+    def backward_dw(self) -> None:
+        """Compute the gradients that backward put off (``delay_wgrad_compute``), of all linear layers."""
+        self.layernorm_mlp.backward_dw()
+        self.self_attention.backward_dw()
 
     def _added(self, found: Any, residual: Tensor) -> Tensor:
         if self.apply_residual_connection_post_layernorm:

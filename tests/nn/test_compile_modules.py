@@ -61,12 +61,25 @@ def case(name, dtype, device):
     return module, run
 
 
+#: (compiler, module, recipe) of the fast tier; `full` has them all, in aot_eager.
+FAST = [
+    ("aot_eager", "linear", "MXFP8"),
+    ("aot_eager", "gelu", "current"),
+    ("aot_eager", "swiglu", "NVFP4"),
+    ("aot_eager", "transformer", "current"),
+    ("inductor", "gelu", "current"),
+]
+ALL = [("aot_eager", name, recipe) for name in MODULES for recipe in RECIPES] + [("inductor", "transformer", "blocks")]
+
+
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=short)
-@pytest.mark.parametrize("recipe", list(RECIPES))
-@pytest.mark.parametrize("name", list(MODULES))
-@pytest.mark.parametrize("compiler", ["aot_eager"])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.full), torch.bfloat16], ids=short)
+@pytest.mark.parametrize(
+    ("compiler", "name", "recipe"),
+    [*FAST, *[pytest.param(*one, marks=pytest.mark.full) for one in ALL if one not in FAST]],
+)
 def test_one_graph_and_eager_s_result(compiler, name, recipe, dtype, device) -> None:
+    """Four steps of three batch sizes and, where there are any, sequences of three lengths."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     module, run = case(name, dtype, device)

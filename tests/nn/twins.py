@@ -41,8 +41,8 @@ def turned(t: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(t.dtype)
 
 
-def attention(m: nn.Module, y: torch.Tensor, angles: torch.Tensor | None) -> torch.Tensor:
-    """Attention behind the projection to `y`, which holds queries, keys and values, and the projection back."""
+def attended(m: nn.Module, y: torch.Tensor, angles: torch.Tensor | None) -> torch.Tensor:
+    """Attention of `y`, which holds queries, keys and values."""
     batch, sequence, _ = y.shape
     size, heads, groups = m.kv_channels, m.num_attention_heads, m.num_gqa_groups
     q = y[..., : heads * size].reshape(batch, sequence, heads, size)
@@ -53,7 +53,12 @@ def attention(m: nn.Module, y: torch.Tensor, angles: torch.Tensor | None) -> tor
     causal = m.attn_mask_type == "causal"
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     found = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=heads != groups)
-    return F.linear(found.transpose(1, 2).reshape(batch, sequence, heads * size), m.proj.weight, m.proj.bias)
+    return found.transpose(1, 2).reshape(batch, sequence, heads * size)
+
+
+def attention(m: nn.Module, y: torch.Tensor, angles: torch.Tensor | None) -> torch.Tensor:
+    """`attended`, and the projection back."""
+    return F.linear(attended(m, y, angles), m.proj.weight, m.proj.bias)
 
 
 def transformer(m: nn.Module, x: torch.Tensor, angles: torch.Tensor | None = None) -> torch.Tensor:
