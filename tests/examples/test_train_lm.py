@@ -253,6 +253,36 @@ def test_ends_in_high_precision_are_the_first_and_the_last_block(examples_on_pat
     assert quantized == {f"blocks.{index}.{layer}" for index in (1, 2) for layer in layers}
 
 
+def test_quantized_weights_learn_by_their_masters_and_resume_to_the_bit(examples_on_path: None, tmp_path: Path) -> None:
+    from lm.data import Text
+    from lm.recipes import Options
+    from lm.training import SIZES, Run
+
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randint(0, 9, (2, 4000), dtype=torch.uint8, generator=generator)
+    text = Text(data[0], data[1], 1, "")
+
+    def run(steps: int = 4) -> Run:
+        options = Options(quantized_params=True)
+        return Run("mxfp8", SIZES["tiny"], steps, seed=0, device=torch.device("cpu"), options=options)
+
+    unbroken, broken = run(), run()
+    assert len(unbroken.masters.pairs) == 8
+    losses = [unbroken.train_step(text).item() for _ in range(4)]
+    assert losses[-1] < losses[0]
+    for parameter, master in unbroken.masters.pairs.values():
+        quantized = parameter.detach().clone()
+        with torch.no_grad():
+            quantized.copy_(master)
+        assert torch.equal(quantized.dequantize(), parameter.dequantize())
+    for _ in range(2):
+        broken.train_step(text)
+    torch.save(broken.state_dict(), tmp_path / "state.pt")
+    resumed = run()
+    resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert [resumed.train_step(text).item() for _ in range(2)] == losses[2:]
+
+
 def test_files_of_results_become_one_table_and_one_picture(
     unbroken: tuple[Path, str],
     examples_on_path: None,
