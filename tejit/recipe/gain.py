@@ -11,6 +11,7 @@ with the rates below, that is where ``1 / M + 1 / K + 1 / N`` is below a bound o
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from tejit.formats import (
@@ -74,4 +75,4 @@ def too_small_to_gain(quantizers: LinearQuantizers | None, in_features: int, out
     width = smallest_square(quantizers)
     if in_features and out_features and 1 / in_features + 1 / out_features <= 2 / width:
         return None
-    return f"too small to gain: {in_features} -> {out_features}, and a square layer starts at {width:.0f}"
+    return f"too small to gain: {in_features} -> {out_features}, and a square layer starts at {math.ceil(width)}"

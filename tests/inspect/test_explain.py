@@ -99,8 +99,8 @@ def test_layers_that_stay_in_high_precision_say_why() -> None:
     assert {name: p.reason for name, p in found.items()} == {
         "0": "override '0'",
         "1": "tejit.convert makes it a tejit.Linear",
-        "2": "too small to gain: 1024 -> 16, and a square layer starts at 729",
-        "3": "too small to gain: 16 -> 1024, and a square layer starts at 729",
+        "2": "too small to gain: 1024 -> 16, and a square layer starts at 730",
+        "3": "too small to gain: 16 -> 1024, and a square layer starts at 730",
         "4": "not a module of tejit: Doubled is a class of its own: it defines forward",
         "5.inner": "tejit.autocast is switched off around it",
         "8": "not a module of tejit",
@@ -127,7 +127,7 @@ def test_products_that_do_not_run_and_operands_that_do_not_fit_say_why() -> None
 
 def test_a_small_layer_of_ours_is_quantized_and_told_to_gain_nothing() -> None:
     found = rows(tejit.explain(linear(16, 16), torch.randn(4, 16, requires_grad=True)), "(root)")
-    reason = "too small to gain: 16 -> 16, and a square layer starts at 729"
+    reason = "too small to gain: 16 -> 16, and a square layer starts at 730"
     assert [why.endswith(reason) for *_, why in found.values()] == [True] * 3
 
 
