@@ -63,34 +63,30 @@ class _Linear(torch.autograd.Function):
         kept_x = products.kept_input(plan, x, x_inner)
         kept_w = weights.kept(plan, weight, w_inner, given)
         ctx.save_for_backward(*kept_x, *kept_w)
-        ctx.plan = plan
-        ctx.main_grad, ctx.late = main_grad, late
-        ctx.x_buffers = len(kept_x)
-        ctx.has_bias = bias is not None
+        ctx.call = (plan, main_grad, late, len(kept_x), len(given))
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        ctx.columns = x.shape[1]
-        ctx.given = len(given)
+        ctx.features = x.shape[1]
         return out
 
     @staticmethod
     @once_differentiable  # a second derivative would see the quantized operands as constants and be wrong
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        plan: Plan = ctx.plan
-        saved = ctx.saved_tensors
-        kept_x, kept_w = saved[: ctx.x_buffers], saved[ctx.x_buffers :]
+        plan, main_grad, late, x_buffers, given = ctx.call
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
-        rows, columns = grad_output.shape
+        saved = ctx.saved_tensors
+        kept_x, kept_w = saved[:x_buffers], saved[x_buffers:]
+        (rows, columns), features = grad_output.shape, ctx.features
         dgrad = wgrad = bias_grad = None
         if plan.needs_dgrad or plan.needs_wgrad:
             inner = products.grad_inner(plan, grad_output)
             if plan.needs_dgrad:
-                w_inner = weights.for_dgrad(plan, kept_w, columns, ctx.columns, x_dtype)
-                dgrad = products.dgrad(plan, inner, w_inner, x_dtype, rows, ctx.columns)
+                w_inner = weights.for_dgrad(plan, kept_w, columns, features, x_dtype)
+                dgrad = products.dgrad(plan, inner, w_inner, x_dtype, rows, features)
             if plan.needs_wgrad:
-                x_inner = products.input_for_wgrad(plan, kept_x, rows, ctx.columns, x_dtype)
+                x_inner = products.input_for_wgrad(plan, kept_x, rows, features, x_dtype)
                 wgrad = gradients.weight_gradient(
-                    plan, ctx.main_grad, ctx.late, inner, x_inner, weight_dtype, columns, ctx.columns
+                    plan, main_grad, late, inner, x_inner, weight_dtype, columns, features
                 )
-        if ctx.has_bias and ctx.needs_input_grad[2]:
+        if bias_dtype is not None and ctx.needs_input_grad[2]:
             bias_grad = grad_output.sum(0).to(bias_dtype)
-        return (dgrad, wgrad, bias_grad, None, None, None, *[None] * ctx.given)
+        return (dgrad, wgrad, bias_grad, None, None, None, *[None] * given)

@@ -277,7 +277,10 @@ class QuantizedModule(KeepsAttached, Named, nn.Module):
         if not (is_first or compiling):
             known = self._known_workspaces.get(parameter)
             if known is not None and known[0] is quantizers and known[1] == both:
-                return known[2]
+                form_name, form, names = known[2]
+                if self.__dict__.get(form_name) == form:
+                    buffers = self._buffers
+                    return tuple([None if name is None else buffers[name] for name in names])
         quantizer = quantizers.weight.needing(True, both)
         form = f"{quantizers.weight_key} {both}"
         prefix = f"{_WORKSPACE}_{parameter}"
@@ -294,7 +297,8 @@ class QuantizedModule(KeepsAttached, Named, nn.Module):
             _allocate(self._key, parameter, tuple([(name, *spec) for name, spec in specs.items()]))
         metadata = quantizer.storage_metadata(weight.dtype)
         names = metadata["cls"]._keywords_of(metadata["nontensor_kwargs"])
-        inner = tuple([getattr(self, f"{prefix}{name}") if name in specs else None for name in names])
+        buffers = tuple([f"{prefix}{name}" if name in specs else None for name in names])
+        inner = tuple([None if name is None else getattr(self, name) for name in buffers])
         if is_first:
             with torch.no_grad():
                 made = products.quantized(quantizer, weight.detach(), multiple)
@@ -303,12 +307,12 @@ class QuantizedModule(KeepsAttached, Named, nn.Module):
                         buffer.copy_(new)
             setattr(self, f"{prefix}_form", form)
         if not compiling:
-            self._known_workspaces[parameter] = (quantizers, both, inner)
+            form_name = f"{prefix}_form"
+            self._known_workspaces[parameter] = (quantizers, both, (form_name, getattr(self, form_name), buffers))
         return inner
 
     def _apply(self: Self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # The bytes of the workspace and their scales move with the module, and have no other dtype.
-        self._known_workspaces.clear()
         workspace = {name: self._buffers.pop(name) for name in list(self._buffers) if name.startswith(_WORKSPACE)}
         try:
             super()._apply(fn, recurse)
@@ -318,6 +322,9 @@ class QuantizedModule(KeepsAttached, Named, nn.Module):
             assert buffer is not None
             moved = fn(buffer)
             self._buffers[name] = moved if moved.dtype == buffer.dtype else buffer.to(moved.device)
+            if buffer.is_meta or moved.is_meta:  # its bytes are gone
+                for attribute in [key for key in self.__dict__ if key.startswith(_WORKSPACE)]:
+                    del self.__dict__[attribute]
         return self
 
 
