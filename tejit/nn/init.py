@@ -23,19 +23,21 @@ from tejit.tensor.serialization import allow
 _INIT_VAL = "_high_precision_init_val"
 
 
-def quantize_parameters(module: Any, products: dict[str, str | None]) -> None:
+def quantize_parameters(module: Any, products: dict[str, str | tuple[str | None, str] | None]) -> None:
     """Replace weights of a module under construction by quantized ones, as ``quantized_model_init`` asks; nothing
     outside of it.
 
     Args:
         module: one of tejit's modules, its parameters made and initialised.
-        products: for each weight's parameter name, what the recipe calls its linear product.
+        products: for each weight's parameter name, what the recipe calls its linear product: the arguments of
+            ``Recipe.for_linear``, or the only one.
     """
     asked = current_model_init()
     if asked is None:
         return
     for parameter_name, product_name in products.items():
-        quantizers = asked.recipe.for_linear(product_name)
+        called = product_name if isinstance(product_name, tuple) else (product_name,)
+        quantizers = asked.recipe.for_linear(*called)
         quantizer = None if quantizers is None else weight_quantizer(module, quantizers, parameter_name)
         parameter = module._parameters[parameter_name]
         if quantizers is None or quantizer is None or isinstance(parameter, QuantizedTensor):

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tejit.nn import init, weights
 from tejit.nn.module import checked_dtype
 from tejit.nn.norm_linear_function import norm_linear
 from tejit.nn.normed_module import Init, NormedModule, reset_linear
@@ -87,11 +88,13 @@ class LayerNormLinear(NormedModule):
             "bias", nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
         )
         self.reset_parameters()
+        init.quantize_parameters(self, {"weight": self.name})
 
     def reset_parameters(self) -> None:
         """Initialise as ``nn.LayerNorm`` and ``nn.Linear`` do, the weight by ``init_method`` where one was given."""
         self._reset_norm()
-        reset_linear(self.weight, self.bias, self._init_method)
+        with init.in_high_precision(self, "weight"):
+            reset_linear(self.weight, self.bias, self._init_method)
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor | tuple[Tensor, ...]:
         """``(..., in_features)`` to ``(..., out_features)``; then, as asked for, the bias and the norm's output.
@@ -102,7 +105,7 @@ class LayerNormLinear(NormedModule):
         bias = None if self.return_bias else self.bias
         if quantizers is None:
             y = self._plain_norm(x)
-            out = F.linear(y, self.weight, bias)
+            out = F.linear(y, weights.values(self.weight), bias)
         else:
             out, y = self._quantized(x, bias, quantizers, is_first_microbatch)
         more = ((self.bias,) if self.return_bias else ()) + ((y,) if self.return_layernorm_output else ())

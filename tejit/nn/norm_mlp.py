@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from tejit import compat
 from tejit.formats import IdentityQuantizer
+from tejit.nn import init, weights
 from tejit.nn.arguments import one_of
 from tejit.nn.fused import ACTIVATIONS, GATED
 from tejit.nn.module import Product, checked_dtype, eligible
 from tejit.nn.norm_linear_function import any_needs_grad
 from tejit.nn.norm_mlp_function import norm_mlp
 from tejit.nn.normed_module import Init, NormedModule, reset_linear
-from tejit.nn.weights import is_quantized
 from tejit.recipe import LinearQuantizers
 from tejit.recipe.recipes import linear_quantizers
 
@@ -114,12 +114,14 @@ class LayerNormMLP(NormedModule):
                 f"{layer}_bias", nn.Parameter(torch.empty(shape[0], device=device, dtype=dtype)) if bias else None
             )
         self.reset_parameters()
+        init.quantize_parameters(self, {"fc1_weight": (self.name, "fc1"), "fc2_weight": (self.name, "fc2")})
 
     def reset_parameters(self) -> None:
         """Initialise as ``nn.LayerNorm`` and ``nn.Linear`` do, a weight by its init method where one was given."""
         self._reset_norm()
-        reset_linear(self.fc1_weight, self.fc1_bias, self._init_methods[0])
-        reset_linear(self.fc2_weight, self.fc2_bias, self._init_methods[1])
+        with init.in_high_precision(self, "fc1_weight", "fc2_weight"):
+            reset_linear(self.fc1_weight, self.fc1_bias, self._init_methods[0])
+            reset_linear(self.fc2_weight, self.fc2_bias, self._init_methods[1])
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor | tuple[Tensor, ...]:
         """``(..., hidden_size)`` to the same; then, as asked for, the bias and the norm's output.
@@ -142,8 +144,8 @@ class LayerNormMLP(NormedModule):
             if one is not None or two is not None:
                 return self._quantized(x, one, two, is_first)
         y = self._plain_norm(x)
-        h = _plain_activation(F.linear(y, self.fc1_weight, self.fc1_bias), self.activation)
-        out = F.linear(h, self.fc2_weight, None if self.return_bias else self.fc2_bias)
+        h = _plain_activation(F.linear(y, weights.values(self.fc1_weight), self.fc1_bias), self.activation)
+        out = F.linear(h, weights.values(self.fc2_weight), None if self.return_bias else self.fc2_bias)
         return out, y if self.return_layernorm_output else None
 
     def _quantized(
@@ -173,7 +175,7 @@ class LayerNormMLP(NormedModule):
         """``fc2``'s operands in the dtype of ``low``, which :meth:`_operands` gave for ``fc1``."""
         if compat.autocast_enabled(low.device.type):
             bias = eligible(bias, low.dtype)
-            if not is_quantized(weight):
+            if not weights.is_quantized(weight):
                 weight = eligible(weight, low.dtype)
         elif weight.dtype != low.dtype:
             raise TypeError(f"fc1_weight is {low.dtype} and fc2_weight {weight.dtype}; convert one of them")
@@ -191,9 +193,7 @@ class LayerNormMLP(NormedModule):
         """:meth:`_product`; where the recipe keeps it in high precision, without quantized data or a workspace."""
         if quantizers is not None:
             return self._product(quantizers, weight, needs_dgrad, is_first, parameter=parameter, index=index)
-        if is_quantized(weight):
-            weight = weight.dequantize()
-        product = self._product(_HIGH_PRECISION, weight, needs_dgrad, parameter=parameter, index=index)
+        product = self._product(_HIGH_PRECISION, weights.values(weight), needs_dgrad, parameter=parameter, index=index)
         return product._replace(plan=product.plan._replace(accumulate=product.plan.accumulate and not is_first))
 
     def extra_repr(self) -> str:

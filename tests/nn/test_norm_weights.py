@@ -145,3 +145,38 @@ def test_backward_override_multiplies_in_high_precision(name, recipe, override) 
 def test_switches_are_bools(name) -> None:
     with pytest.raises(TypeError, match="fuse_wgrad_accumulation is 1; it must be True or False"):
         MODULES[name](fuse_wgrad_accumulation=1)
+
+
+@pytest.mark.parametrize("name", list(MODULES))
+def test_quantized_model_init(name) -> None:
+    """The weights are born quantized, with the values that they would have; `reset_parameters` makes them anew."""
+    torch.manual_seed(0)
+    plain = MODULES[name]()
+    torch.manual_seed(0)
+    with tejit.quantized_model_init(recipe=Float8CurrentScaling(), preserve_high_precision_init_val=True):
+        module = MODULES[name]()
+    for what, p in weights_of(module).items():
+        want = plain.get_parameter(what)
+        assert isinstance(p, tejit.Float8Tensor), what
+        assert torch.equal(p.get_high_precision_init_val(), want), what
+    x, grad = inputs(plain)
+    with tejit.autocast(recipe=Float8CurrentScaling()):
+        got, want = results(module, module, x, grad), results(plain, plain, x, grad)
+    for what, value in want.items():
+        assert torch.equal(got[what], value), what
+    first = module if name != "transformer" else module.layernorm_mlp
+    before = {what: p.dequantize() for what, p in weights_of(first).items()}
+    first.reset_parameters()
+    for what, p in weights_of(first).items():
+        assert isinstance(p, tejit.Float8Tensor)
+        assert not torch.equal(p.dequantize(), before[what])
+
+
+def test_quantized_model_init_of_one_product() -> None:
+    recipe = Float8CurrentScaling(overrides=(("m.fc2", None),))
+    with tejit.quantized_model_init(recipe=recipe):
+        module = LayerNormMLP(64, 96, name="m")
+        whole = LayerNormMLP(64, 96, name="n")
+    assert isinstance(module.fc1_weight, tejit.Float8Tensor)
+    assert type(module.fc2_weight) is nn.Parameter
+    assert isinstance(whole.fc2_weight, tejit.Float8Tensor)
