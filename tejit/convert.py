@@ -132,7 +132,7 @@ def _quantize(root: nn.Module, recipe: Recipe, filter_fn: Filter | None) -> None
             init.quantize_parameters(
                 module,
                 {
-                    each.parameter: each.named(module.name)
+                    each.parameter: (module.name, each.product) if each.product else module.name
                     for each in twins.linear_products(module)
                     if each.parameter not in done
                 },

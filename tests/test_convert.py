@@ -454,6 +454,16 @@ def test_quantized_weights_stay_tied_on_the_way_there_and_back() -> None:
     assert head.weight is embedding.weight
 
 
+def test_weights_of_our_own_modules_live_quantized_by_the_names_of_their_products() -> None:
+    recipe = Float8CurrentScaling(overrides=(("mlp.fc1", MXFP8BlockScaling()), ("plain", None)))
+    root = nn.ModuleDict({"mlp": tejit.LayerNormMLP(32, 64), "plain": tejit.LayerNormMLP(32, 64)})
+    tejit.convert(root, recipe=recipe, quantize_params=True)
+    kinds = [type(m) for name in ("mlp", "plain") for m in (root[name].fc1_weight, root[name].fc2_weight)]
+    assert kinds == [tejit.MXFP8Tensor, tejit.Float8Tensor, nn.Parameter, nn.Parameter]
+    with tejit.autocast(recipe=recipe):
+        assert root["plain"](root["mlp"](torch.randn(4, 32))).isfinite().all()
+
+
 def test_initial_values_are_preserved_where_that_is_asked_for() -> None:
     linear = nn.Linear(32, 32)
     values = linear.weight.detach().clone()

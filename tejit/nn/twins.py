@@ -130,10 +130,6 @@ class LinearProduct(NamedTuple):
     parameter: str
     sizes: tuple[int, int]
 
-    def named(self, module: str | None) -> str | None:
-        """What recipes call it, in a module of that name."""
-        return module if module is None or self.product is None else f"{module}.{self.product}"
-
 
 def linear_products(module: QuantizedModule) -> list[LinearProduct]:
     """The linear products of one of tejit's modules; empty for modules that leave them to modules below."""

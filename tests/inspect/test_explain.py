@@ -135,7 +135,9 @@ def test_modules_with_several_products_are_told_by_product() -> None:
     """The names are those that patterns match; a quantized weight is told as what it is."""
     recipe = Float8CurrentScaling(overrides=(("mlp.fc1", MXFP8BlockScaling()), ("mlp.fc2", None)))
     with tejit.quantized_model_init(recipe=recipe):
-        model = nn.ModuleDict({"mlp": tejit.LayerNormMLP(1024, 2048), "out": tejit.LayerNormLinear(1024, 1024)})
+        model = nn.ModuleDict(
+            {"mlp": tejit.LayerNormMLP(1024, 2048, name="mlp"), "out": tejit.LayerNormLinear(1024, 1024)}
+        )
     tejit.name_modules(model)
     model.forward = lambda x: model["out"](model["mlp"](x))
     explanation = tejit.explain(model, torch.randn(4, 1024), recipe=recipe)
