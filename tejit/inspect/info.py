@@ -8,7 +8,6 @@ import torch
 
 from tejit import device as hardware
 from tejit.inspect import table
-from tejit.jit.info import as_text, collect
 
 _FORMATS = {
     "FP8, one scale": hardware.fp8_gemm_reason,
@@ -22,9 +21,13 @@ class Info(dict[str, Any]):
     """Facts by name, plain values that JSON can hold; shown as lines, in a notebook as a table."""
 
     def __repr__(self) -> str:
+        from tejit.jit.info import as_text
+
         return as_text(self)
 
     def _repr_html_(self) -> str:
+        from tejit.jit.info import as_text
+
         rows = []
         for name, value in self.items():
             nested = value if isinstance(value, dict) else {"": value}
@@ -38,6 +41,8 @@ def info(device: torch.device | str | None = None) -> Info:
     Args:
         device: None is torch's default where one was set, else cuda if there is one, else cpu.
     """
+    from tejit.jit.info import collect
+
     where = hardware.resolve_device(device)
     native = {name: reason(where) or "native" for name, reason in _FORMATS.items()}
     return Info(device=str(where), gemm=native, **collect())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
 
 
@@ -20,5 +19,7 @@ def as_html(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _row(tag: str, cells: Sequence[str]) -> str:
+    import html
+
     style = ' style="text-align: left"'
     return "<tr>" + "".join(f"<{tag}{style}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
