@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tejit.nn import products
+from tejit.nn.products import NO_STATE, Plan, State
 from tejit.tensor import Quantizer
 from tejit.tensor.quantizer import Inner
 
@@ -42,6 +43,8 @@ def normed(
     quantizer: Quantizer,
     multiple: int,
     dtype: torch.dtype | None = None,
+    plan: Plan | None = None,
+    state: State = NO_STATE,
 ) -> tuple[Inner, Tensor | None, Tensor]:
     """:func:`norm`, quantized.
 
@@ -49,12 +52,13 @@ def normed(
         x, weight, bias, eps, kind, zero_centered_gamma, dtype: as in :func:`norm`.
         quantizer: makes the output; any directions.
         multiple: what both sizes of the output are padded to, with zeros.
+        plan, state: of the product whose input this is, as in ``products.quantized``.
 
     Returns:
         The quantizer's buffers, and ``mean`` and ``rstd`` as in :func:`norm`.
     """
     y, mean, rstd = norm(x, weight, bias, eps, kind, zero_centered_gamma, dtype)
-    return products.quantized(quantizer, y, multiple), mean, rstd
+    return products.quantized(quantizer, y, multiple, plan, state, products.INPUT), mean, rstd
 
 
 def norm(
@@ -113,9 +117,14 @@ def norm_backward(
     return _rounded(dx * rstd, x.dtype), (grad32 * n).sum(0), grad32.sum(0)
 
 
-def activated(x: Tensor, kind: str, quantizer: Quantizer, multiple: int) -> Inner:
-    """:func:`activate`, padded with zeros to multiples of ``multiple`` and quantized: the quantizer's buffers."""
-    return products.quantized(quantizer, activate(x, kind), multiple)
+def activated(
+    x: Tensor, kind: str, quantizer: Quantizer, multiple: int, plan: Plan | None = None, state: State = NO_STATE
+) -> Inner:
+    """:func:`activate`, padded with zeros to multiples of ``multiple`` and quantized: the quantizer's buffers.
+
+    ``plan`` and ``state`` are those of the product whose input this is, as in ``products.quantized``.
+    """
+    return products.quantized(quantizer, activate(x, kind), multiple, plan, state, products.INPUT)
 
 
 def activate(x: Tensor, kind: str) -> Tensor:
