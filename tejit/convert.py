@@ -98,6 +98,9 @@ def _forth(root: nn.Module, recipe: Recipe, filter_fn: Filter | None) -> None:
         else:
             twins.to_ours(module)
     name_modules(root)
+    for module in root.modules():
+        if isinstance(module, QuantizedModule):
+            module.keep_delayed_state(recipe)
     if kept:
         _warn(f"tejit.convert left {len(kept)} of {len(candidates)} layers as they are: ", kept)
     if small:

@@ -20,6 +20,7 @@ class Row:
 RECIPES: dict[str, Row] = {
     "none": Row("bf16", None),
     "current": Row("FP8 current scaling", tejit.recipe.Float8CurrentScaling),
+    "delayed": Row("FP8 delayed scaling", tejit.recipe.DelayedScaling),
     "block": Row("FP8 in blocks of 128", tejit.recipe.Float8BlockScaling),
     "mxfp8": Row("MXFP8", tejit.recipe.MXFP8BlockScaling),
     "nvfp4": Row("NVFP4", tejit.recipe.NVFP4BlockScaling),

@@ -16,6 +16,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from tejit import compat
 from tejit.format_info import FP8_BLOCK, FP8_ELEMENTS, FP8_GEMM_ALIGNMENT
+from tejit.formats.float8.slot import Float8SlotQuantizer
 from tejit.inspect import table
 from tejit.inspect.untouched import untouched
 from tejit.kernels.gemm import Operand, emulation_reason
@@ -24,6 +25,7 @@ from tejit.nn.module import QuantizedModule
 from tejit.recipe import LinearQuantizers, Recipe, autocast, current_recipe, default_recipe
 from tejit.recipe.gain import too_small_to_gain
 from tejit.tensor import Quantizer
+from tejit.tensor.quantizer import Inner
 
 #: Values of ``Product.runs``.
 NATIVE, EMULATED, HIGH_PRECISION, NOT_RUN = "native", "emulated", "high precision", "not run"
@@ -249,11 +251,17 @@ def _operands(
     size = math.lcm(quantizers.alignment, FP8_GEMM_ALIGNMENT)
     matrix = torch.zeros(size, size, device=device, dtype=dtype)
 
+    def made(quantizer: Quantizer) -> Inner:
+        if isinstance(quantizer, Float8SlotQuantizer):
+            scale = torch.ones(1, device=device)
+            return quantizer.quantize_slot(matrix, scale, torch.zeros_like(scale))
+        return quantizer.quantize_inner(matrix)
+
     def rowwise(quantizer: Quantizer) -> tuple[Quantizer, Operand]:
-        return quantizer, quantizer.rowwise_operand(quantizer.quantize_inner(matrix))
+        return quantizer, quantizer.rowwise_operand(made(quantizer))
 
     def columnwise(quantizer: Quantizer) -> tuple[Quantizer, Operand]:
-        return quantizer, quantizer.columnwise_operand(quantizer.quantize_inner(matrix))
+        return quantizer, quantizer.columnwise_operand(made(quantizer))
 
     x, weight, grad_output = quantizers.input, quantizers.weight, quantizers.grad_output
     if gemm == "fprop":
@@ -272,6 +280,8 @@ def _format(quantizer: Quantizer, operand: Operand) -> str:
         words.append(next(element.name for element in FP8_ELEMENTS if element.code == operand.fp8))
     if operand.block_dim:
         words.append(f"{FP8_BLOCK.block if operand.block_dim == 2 else 1}x{FP8_BLOCK.block}")
+    if isinstance(quantizer, Float8SlotQuantizer):
+        words.append("delayed")
     for field, word in (("with_2d_quantization", "2D"), ("stochastic_rounding", "stochastic")):
         if getattr(quantizer, field, False):
             words.append(word)

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tejit.nn.delayed_state import Delayed
+
 #: Attributes of a module whose dictionaries are put back too.
 _HOLDERS = ("_buffers", "_parameters", "_modules")
 
@@ -19,14 +21,16 @@ _HOLDERS = ("_buffers", "_parameters", "_modules")
 def untouched(root: nn.Module) -> Iterator[None]:
     """A context after which modules and random generators are what they were before.
 
-    That covers attributes of the modules, values of buffers, and the generators of torch (the CPU's and those of the
-    modules' devices), of Python and of NumPy's own functions. It does not cover what a forward changes inside of an
-    object that an attribute holds, such as a list.
+    That covers attributes of the modules, values of buffers, the state of delayed scaling, and the generators of torch
+    (the CPU's and those of the modules' devices), of Python and of NumPy's own functions. It does not cover what a
+    forward changes inside of an object that an attribute holds, such as a list.
     """
     tensors = [*root.parameters(), *root.buffers()]
     devices = sorted({tensor.device.index for tensor in tensors if tensor.device.type == "cuda"})
     values = [(buffer, buffer.detach().clone()) for buffer in root.buffers()]
     attributes = [(module, _copied(vars(module))) for module in root.modules()]
+    delayed = [module._delayed for module in root.modules() if isinstance(module, Delayed)]
+    known = [dict(vars(state)) for state in delayed]
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices))
         stack.callback(random.setstate, random.getstate())
@@ -38,6 +42,9 @@ def untouched(root: nn.Module) -> Iterator[None]:
         finally:
             for module, saved in attributes:
                 _restore(module, saved)
+            for state, saved in zip(delayed, known, strict=True):
+                vars(state).clear()
+                vars(state).update(saved)
             _restore_values(values)
 
 

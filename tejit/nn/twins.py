@@ -15,8 +15,10 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
 
+from tejit.nn.delayed_state import PREVIOUS, STORED
 from tejit.nn.linear import Linear
 from tejit.nn.linear_function import quantized_linear
+from tejit.nn.module import _WORKSPACE as WORKSPACE
 from tejit.nn.module import QuantizedModule
 from tejit.nn.norms import LayerNorm, RMSNorm
 from tejit.recipe.model_init import quantized_model_init
@@ -30,6 +32,7 @@ class TransposedLinear(Linear):
         """``(..., in_features)`` to ``(..., out_features)``; ``is_first_microbatch`` as in ``Linear.forward``."""
         quantizers = self._quantizers()
         if quantizers is None:
+            self._calibrate(x, self.weight.t())
             # The operation of Conv1D, so that the bits are its bits.
             flat = torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), self.weight)
             return flat.reshape(*x.shape[:-1], self.out_features)
@@ -82,6 +85,9 @@ _TWINS = (
 )
 #: By the full name of a class whose package may not be there.
 _FOREIGN = {"transformers.pytorch_utils.Conv1D": _TRANSPOSED}
+
+#: Buffers of delayed scaling.
+STATE = (*STORED, PREVIOUS)
 
 #: What a subclass may define and still compute what its base computes.
 _HARMLESS = {"__init__", "reset_parameters", "extra_repr", "__repr__", "__annotate__", "__annotate_func__"}
@@ -180,8 +186,17 @@ def to_ours(module: nn.Module) -> None:
     module.__class__ = twin.ours
     if isinstance(module, QuantizedModule):
         module._init_quantized(module.name)
+        module._init_delayed(module.weight.device)
     if cls is not twin.plain:
         module._torch_class = cls
+
+
+def _forget(module: nn.Module) -> list[str]:
+    """Take the buffers of ours out of a module that quantizes; the names of the attributes that go with them."""
+    ours = [name for name in module._buffers if name in STATE or name.startswith(WORKSPACE)]
+    for name in ours:
+        delattr(module, name)
+    return [name for name in vars(module) if name.startswith(WORKSPACE) or name == "_forward_recipe"]
 
 
 def obstacle_back(module: nn.Module) -> str | None:
@@ -202,6 +217,8 @@ def to_torch(module: nn.Module) -> None:
     twin = twin_of(module)
     assert twin is not None
     cls = vars(module).get("_torch_class", twin.plain)
-    for name in {**twin.additions(module), **twin.described(module), "_torch_class": cls}:
+    added = twin.additions(module)
+    own = [*added, *twin.described(module), "_torch_class", *_forget(module)]
+    for name in own:
         vars(module).pop(name, None)
     module.__class__ = cls

@@ -17,10 +17,10 @@ from typing import NamedTuple
 from tejit.formats import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
-    Float8Quantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
 )
+from tejit.formats.float8.slot import Float8SlotQuantizer
 from tejit.recipe.recipes import LinearQuantizers
 from tejit.tensor import Quantizer
 
@@ -48,7 +48,7 @@ class Cost(NamedTuple):
 
 #: MXFP8's and NVFP4's own GEMMs were not measured: they count as FP8's, which errs towards converting.
 COSTS: dict[type[Quantizer], Cost] = {
-    Float8Quantizer: Cost(FP8_GEMM, 2 + 2 * 1),
+    Float8SlotQuantizer: Cost(FP8_GEMM, 2 + 2 * 1),
     Float8CurrentScalingQuantizer: Cost(FP8_GEMM, 2 * 2 + 2 * 1),
     Float8BlockQuantizer: Cost(FP8_BLOCK_GEMM, 2 + 2 * 1),
     MXFP8Quantizer: Cost(FP8_GEMM, 2 + 2 * 1),

@@ -1,5 +1,6 @@
 """explain: what ran in which format and why, and no trace of having asked."""
 
+import contextlib
 import itertools
 import random
 import warnings
@@ -14,7 +15,14 @@ from tejit import device as hardware
 from tejit import recipe as recipes
 from tejit.inspect.explain import GEMMS
 from tejit.kernels.gemm import emulation_reason, is_native
-from tejit.recipe import Float8BlockScaling, Float8CurrentScaling, Format, MXFP8BlockScaling, NVFP4BlockScaling
+from tejit.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
 from tests.common import DEVICES
 
 
@@ -28,6 +36,12 @@ def linear(i: int = 1024, o: int = 1024, **arguments) -> tejit.Linear:
 
 FORMATS = [
     (Float8CurrentScaling(), "FP8 E4M3 x FP8 E4M3", "FP8 E5M2 x FP8 E4M3", "FP8 E5M2 x FP8 E4M3"),
+    (
+        DelayedScaling(),
+        "FP8 E4M3 delayed x FP8 E4M3 delayed",
+        "FP8 E5M2 delayed x FP8 E4M3 delayed",
+        "FP8 E5M2 delayed x FP8 E4M3 delayed",
+    ),
     (
         Float8BlockScaling(),
         "FP8 E4M3 1x128 x FP8 E4M3 128x128",
@@ -52,6 +66,7 @@ def test_each_gemm_is_told_with_its_operands(recipe, fprop, dgrad, wgrad, device
     assert list(found) == list(GEMMS)
     assert [operands for operands, _, _ in found.values()] == [fprop, dgrad, wgrad]
     available = {
+        DelayedScaling: tejit.is_fp8_available,
         Float8CurrentScaling: tejit.is_fp8_available,
         Float8BlockScaling: tejit.is_fp8_block_scaling_available,
         MXFP8BlockScaling: tejit.is_mxfp8_available,
@@ -221,6 +236,22 @@ def test_nothing_is_left_behind() -> None:
     assert not model.layer._forward_pre_hooks
     handle.remove()
     assert not model.layer._forward_hooks
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_the_state_of_delayed_scaling_is_as_before(nested) -> None:
+    recipe, x = DelayedScaling(amax_history_len=4), torch.randn(4, 1024)
+    layer = linear()
+    keys = list(layer.state_dict())
+    with tejit.autocast(recipe=recipe) if nested else contextlib.nullcontext():
+        tejit.explain(layer, x, recipe=recipe)
+    assert list(layer.state_dict()) == keys
+    with tejit.autocast(recipe=recipe):
+        layer(x).sum().backward()
+    before = {name: buffer.clone() for name, buffer in layer.named_buffers()}
+    with tejit.autocast(recipe=recipe) if nested else contextlib.nullcontext():
+        tejit.explain(layer, 100 * x, recipe=recipe)
+    assert all(torch.equal(buffer, before[name]) for name, buffer in layer.named_buffers())
 
 
 def test_a_compiled_model_is_explained_without_compiling() -> None:
