@@ -487,6 +487,21 @@ def test_delayed_scaling_is_prepared_by_the_recipe(history) -> None:
     assert list(swapped.buffers()) == []
 
 
+def test_quantized_weights_under_delayed_scaling_are_scaled_by_their_own_amax() -> None:
+    recipe, x = DelayedScaling(), torch.randn(16, 32)
+    linear = nn.Linear(32, 48)
+    want, values = linear(x), linear.weight.detach().clone()
+    tejit.convert(linear, recipe=recipe, filter_fn=everything, quantize_params=True)
+    quantized = tejit.Float8CurrentScalingQuantizer()(values).dequantize()
+    assert torch.equal(linear.weight.dequantize(), quantized)
+    for _ in range(2):  # the first step's input is not scaled yet
+        with tejit.autocast(recipe=recipe):
+            y = linear(x)
+        y.sum().backward()
+    assert 0 < (y - want).norm() / want.norm() < 0.1
+    assert linear.weight.grad is not None
+
+
 def test_weights_of_our_own_modules_live_quantized_by_the_names_of_their_products() -> None:
     recipe = Float8CurrentScaling(overrides=(("mlp.fc1", MXFP8BlockScaling()), ("plain", None)))
     root = nn.ModuleDict({"mlp": tejit.LayerNormMLP(32, 64), "plain": tejit.LayerNormMLP(32, 64)})

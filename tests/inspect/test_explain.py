@@ -328,6 +328,7 @@ def test_a_reason_is_given_exactly_where_a_pair_is_emulated(every_gemm_is_there,
     if every_gemm_is_there:
         for name in ("fp8_gemm_reason", "fp8_block_gemm_reason", "mxfp8_gemm_reason", "nvfp4_gemm_reason"):
             monkeypatch.setattr(hardware, name, lambda device: None)
+        monkeypatch.setattr(hardware, "_fp8_gemm", {})  # what was asked before
     operands, native = list(sample_operands()), 0
     for a, b in itertools.product(operands, repeat=2):
         assert (emulation_reason(a, b) is None) == is_native(a, b), (a, b)

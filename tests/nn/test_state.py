@@ -64,6 +64,26 @@ def test_a_quantized_layer_and_torchs_exchange_state(name, dtype) -> None:
 
 
 @each_recipe
+def test_loading_by_swapping_keeps_what_is_attached(name) -> None:
+    """torch's switch for tensor subclasses."""
+    module, other, plain = built(name, 64, 96), built(name, 64, 96, seed=3), twin(64, 96, seed=2)
+    weight, calls = module.weight, []
+    weight.main_grad = main_grad = torch.zeros(96, 64)
+    weight.register_hook(lambda grad: calls.append("hook"))
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        for source, want in ((plain, quantizer(name)(plain.weight.detach())), (other, other.weight)):
+            module.load_state_dict(source.state_dict())
+            assert module.weight is weight
+            assert weight.main_grad is main_grad
+            assert_same_bytes(weight, want)
+            (weight * 1).sum().backward()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert calls == ["hook", "hook"]
+
+
+@each_recipe
 def test_a_state_dict_of_plain_tensors_to_give_away(name) -> None:
     """Oracle: torch's layer, which knows nothing of us, computes the same."""
     module = built(name, 64, 96, dtype=torch.bfloat16)
