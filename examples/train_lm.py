@@ -32,13 +32,19 @@ except ModuleNotFoundError as missing:
 from lm.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from lm.data import Text, TextError, read_text, unigram_entropy, validation_windows
 from lm.model import parameter_count
-from lm.recipes import DEFAULT, RECIPES
+from lm.recipes import DEFAULT, RECIPES, Options
 from lm.report import draw, table
+from lm.results import Result, Results, ResultsError, merge
 from lm.training import SIZES, History, Run, Size, StopRequest, train
 
 FAILED, STOPPED = 1, 3
 
 RESUME_HELP = """\
+several commands, one picture:
+  train_lm.py --recipe none    --results none.json
+  train_lm.py --recipe current --results current.json
+  train_lm.py --merge none.json current.json --out loss.png
+
 resuming:
   The checkpoint holds weights, optimizer, step, the states of the random generators and the curves. A
   resumed run goes on exactly where the file ends: every later loss and weight equals the unbroken run's,
@@ -100,6 +106,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="NAME",
         help=f"one or more of: {recipes}, or all; default {' '.join(DEFAULT)}",
     )
+    parser.add_argument("--high-precision-ends", action="store_true", help="keep the first and the last block in bf16")
+    parser.add_argument(
+        "--quantized-params",
+        action="store_true",
+        help="let the weights live quantized, with masters in fp32 for the optimizer",
+    )
     parser.add_argument("--size", choices=SIZES, default="small", help="the model; large is meant for a GPU")
     parser.add_argument("--steps", type=positive, help=f"optimizer steps of each run; default {steps}")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and of the order of the data; default 0")
@@ -108,6 +120,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--compile", action="store_true", help="torch.compile the model, backward included")
     parser.add_argument(
         "--out", type=picture, default=Path("loss.png"), metavar="FILE", help="the picture; default loss.png"
+    )
+    parser.add_argument(
+        "--results", type=in_existing_folder, metavar="FILE", help="write the finished runs there, for --merge"
+    )
+    parser.add_argument(
+        "--merge",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="train nothing: one table and one picture of the runs in these files",
     )
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint (see below)")
     parser.add_argument(
@@ -149,8 +171,8 @@ def introduction(size: Size, steps: int, text: Text, device: torch.device) -> st
     )
 
 
-def run_recipes(arguments: argparse.Namespace, names: Sequence[str]) -> tuple[dict[str, History], float] | None:
-    """Train with each recipe. Returns the histories by recipe and the unigram entropy, None when stopped.
+def run_recipes(arguments: argparse.Namespace, names: Sequence[str]) -> Results | None:
+    """Train with each recipe. Returns the results, None when stopped.
 
     Raises:
         TextError: there is no source text on this machine.
@@ -159,15 +181,13 @@ def run_recipes(arguments: argparse.Namespace, names: Sequence[str]) -> tuple[di
     """
     size, path = SIZES[arguments.size], arguments.checkpoint
     steps = arguments.steps or size.steps
-    text = read_text()
+    text = read_text().to(arguments.device)
     validation = validation_windows(text, size.validation_count, size.shape.context)
+    # What runs that are compared have in common.
+    common = asdict(size) | {"size": arguments.size, "steps": steps, "text": text.digest}
+    options = Options(arguments.high_precision_ends, arguments.quantized_params)
     # What the losses depend on; a checkpoint made with anything else is refused.
-    settings = asdict(size) | {
-        "size": arguments.size,
-        "steps": steps,
-        "seed": arguments.seed,
-        "text": text.digest,
-    }
+    settings = common | {"seed": arguments.seed} | asdict(options)
     states = load_checkpoint(path, settings) if arguments.resume else {}
     if not arguments.resume and path.exists():
         print(f"{path} will be replaced (--resume would go on from it)")
@@ -178,7 +198,15 @@ def run_recipes(arguments: argparse.Namespace, names: Sequence[str]) -> tuple[di
         state = states.get(name)
         if state is not None and "optimizer" not in state:
             continue  # finished in an earlier call
-        run = Run(name, size, steps, seed=arguments.seed, device=arguments.device, compile=arguments.compile)
+        run = Run(
+            name,
+            size,
+            steps,
+            seed=arguments.seed,
+            device=arguments.device,
+            options=options,
+            compile=arguments.compile,
+        )
         if state is not None:
             run.load_state_dict(state)
 
@@ -192,8 +220,8 @@ def run_recipes(arguments: argparse.Namespace, names: Sequence[str]) -> tuple[di
             save()
             print(f"stopped after step {run.step} of recipe {name!r}: add --resume to go on from {path}")
             return None
-    histories = {name: History(**states[name]["history"]) for name in names}
-    return histories, unigram_entropy(text, validation)
+    runs = [Result(name, options.label(name), arguments.seed, History(**states[name]["history"])) for name in names]
+    return Results(common, unigram_entropy(text, validation), tuple(runs))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -203,14 +231,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         make_deterministic()
     names = [name for name in RECIPES if name in arguments.recipe or "all" in arguments.recipe]
     try:
-        result = run_recipes(arguments, names)
-    except (TextError, CheckpointError, FloatingPointError) as error:
+        results = merge(arguments.merge) if arguments.merge else run_recipes(arguments, names)
+    except (TextError, CheckpointError, ResultsError, FloatingPointError) as error:
         print(f"train_lm.py: {error}", file=sys.stderr)
         return FAILED
-    if result is None:
+    if results is None:
         return STOPPED
-    print(table(*result))
-    draw(*result, arguments.out)
+    if arguments.results is not None:
+        results.save(arguments.results)
+    print(table(results))
+    draw(results, arguments.out)
     print(f"curves: {arguments.out}")
     return 0
 

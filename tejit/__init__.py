@@ -5,6 +5,7 @@ where that is not possible the same numerics run in plain torch.
 """
 
 from tejit import dynamo, jit, ops, recipe
+from tejit.convert import convert
 from tejit.formats import (
     Float8BlockQuantizer,
     Float8BlockwiseQTensor,
@@ -26,6 +27,7 @@ from tejit.formats import (
     NVFP4Tensor,
     NVFP4TensorStorage,
 )
+from tejit.inspect import explain, info
 from tejit.jit import CacheError, CompileError, KernelNotCached, TejitError, ToolchainError, warm
 from tejit.kernels import library as _ops  # noqa: F401 - registers the ops
 from tejit.kernels.backend import DEFAULT as _BACKEND
@@ -93,7 +95,10 @@ __all__ = [
     "TransformerLayer",
     "autocast",
     "backend",
+    "convert",
     "dynamo",
+    "explain",
+    "info",
     "is_fp8_available",
     "is_fp8_block_scaling_available",
     "is_mxfp8_available",

@@ -45,6 +45,8 @@ LAZY = {
     ("tejit.jit.toolchain", "glob"): "the search for tools happens on a miss only",
     ("tejit.jit.build", "platform"): "only a manifest tells the machine",
     ("tejit.jit.info", "importlib.metadata"): "only a report tells versions",
+    ("tejit.inspect.info", "tejit.jit.info"): "brings the builder along, which only a report needs",
+    ("tejit.inspect.table", "html"): "tables of names, for notebooks only",
     ("tejit.compat", "torch"): "private places that another torch may lack are looked up where they are used",
     ("tejit.ops.transforms", "torch._functorch"): "only torch.vmap needs them",
     ("tejit.kernels.padding", "torch.fx.experimental.symbolic_shapes"): "loads sympy, needed while compiling only",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sysconfig
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -30,6 +30,10 @@ class Text:
     validation: Tensor
     files: int
     digest: str
+
+    def to(self, device: torch.device) -> Text:
+        """The same text on a device, so that a step sends the places of its windows there and not the windows."""
+        return replace(self, train=self.train.to(device), validation=self.validation.to(device))
 
 
 def is_validation(path: str) -> bool:
@@ -73,12 +77,13 @@ def read_text(root: Path | None = None) -> Text:
 
 
 def windows_at(text: Tensor, starts: Tensor, context: int) -> Tensor:
-    """The windows of `context + 1` bytes that begin at `starts`: int64, (len(starts), context + 1)."""
-    return text[starts[:, None] + torch.arange(context + 1)].long()
+    """The windows of `context + 1` bytes that begin at `starts`: int64, (len(starts), context + 1), where `text` is."""
+    starts = starts.to(text.device, non_blocking=True)
+    return text[starts[:, None] + torch.arange(context + 1, device=text.device)].long()
 
 
 def training_batch(text: Text, batch: int, context: int, generator: torch.Generator) -> Tensor:
-    """`batch` windows at places drawn from `generator`, whose state alone decides every later batch."""
+    """`batch` windows at places drawn from `generator`, the CPU's, whose state alone decides every later batch."""
     starts = torch.randint(len(text.train) - context, (batch,), generator=generator)
     return windows_at(text.train, starts, context)
 

@@ -1,4 +1,4 @@
-"""A small pre-norm transformer over bytes. It never names a format: the Linear class it is given decides."""
+"""A small pre-norm transformer over bytes, of plain torch modules: `tejit.convert` does the rest."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class Rotary(nn.Module):
 
 
 class Attention(nn.Module):
-    def __init__(self, shape: Shape, linear: type[nn.Module]) -> None:
+    def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.heads = shape.heads
-        self.qkv = linear(shape.width, 3 * shape.width)
-        self.out = linear(shape.width, shape.width)
+        self.qkv = nn.Linear(shape.width, 3 * shape.width)
+        self.out = nn.Linear(shape.width, shape.width)
         self.rotary = Rotary(shape.width // shape.heads, shape.context)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -62,22 +62,22 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, shape: Shape, linear: type[nn.Module]) -> None:
+    def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.up = linear(shape.width, 4 * shape.width)
-        self.out = linear(4 * shape.width, shape.width)
+        self.up = nn.Linear(shape.width, 4 * shape.width)
+        self.out = nn.Linear(4 * shape.width, shape.width)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(F.relu(self.up(x)).square())
 
 
 class Block(nn.Module):
-    def __init__(self, shape: Shape, linear: type[nn.Module]) -> None:
+    def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(shape.width)
-        self.attention = Attention(shape, linear)
+        self.attention = Attention(shape)
         self.mlp_norm = nn.LayerNorm(shape.width)
-        self.mlp = MLP(shape, linear)
+        self.mlp = MLP(shape)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
@@ -87,21 +87,21 @@ class Block(nn.Module):
 class LanguageModel(nn.Module):
     """Bytes (batch, length) to logits (batch, length, 256).
 
-    Every matrix between the embedding and the head is a `linear(in_features, out_features)`. Those two stay
-    plain: they are small, and their errors reach the loss directly.
+    The matrices in `blocks` are what is trained in low precision. Embedding and head stay plain: they are
+    small, and their errors reach the loss directly.
     """
 
-    def __init__(self, shape: Shape, linear: type[nn.Module] = nn.Linear, *, seed: int = 0) -> None:
+    def __init__(self, shape: Shape, *, seed: int = 0) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, shape.width)
-        self.blocks = nn.ModuleList(Block(shape, linear) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, VOCABULARY, bias=False)
         self.initialize(shape, seed)
 
     @torch.no_grad()
     def initialize(self, shape: Shape, seed: int) -> None:
-        """Weights that depend on `seed` alone, not on the Linear class or on what was drawn before."""
+        """Weights that depend on `seed` alone, not on what was drawn before."""
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 1:

@@ -18,34 +18,36 @@ from tqdm import tqdm
 
 import tejit
 from lm.data import Text, training_batch
+from lm.masters import Masters
 from lm.model import LanguageModel, Shape
-from lm.recipes import RECIPES
+from lm.recipes import Options
 
 EVALUATIONS = 10
-VALIDATION_BYTES = 16_384
 FETCH_EVERY = 10
 
 
 @dataclass(frozen=True)
 class Size:
-    """A model and how to train it; `batch` counts windows of `shape.context` bytes."""
+    """A model and how to train it; `batch` counts windows of `shape.context` bytes, and `validation_bytes` are what
+    is validated on each time."""
 
     shape: Shape
     batch: int
     steps: int
     learning_rate: float
     warmup: int
+    validation_bytes: int = 16_384
 
     @property
     def validation_count(self) -> int:
         """Windows to validate on: whole batches, so that a compiled model meets one shape only."""
-        return self.batch * max(1, VALIDATION_BYTES // (self.batch * self.shape.context))
+        return self.batch * max(1, self.validation_bytes // (self.batch * self.shape.context))
 
 
 SIZES = {
     "tiny": Size(Shape(layers=2, width=64, heads=2, context=64), 16, 300, 4e-3, 20),
     "small": Size(Shape(layers=4, width=128, heads=4, context=128), 16, 300, 2e-3, 40),
-    "large": Size(Shape(layers=12, width=1024, heads=16, context=1024), 32, 600, 6e-4, 60),
+    "large": Size(Shape(layers=12, width=1024, heads=16, context=1024), 8, 1000, 6e-4, 100, 131_072),
 }
 
 
@@ -99,25 +101,47 @@ class Run:
     """The state of training with one recipe; everything that later steps depend on is in `state_dict`."""
 
     def __init__(
-        self, name: str, size: Size, steps: int, *, seed: int, device: torch.device, compile: bool = False
+        self,
+        name: str,
+        size: Size,
+        steps: int,
+        *,
+        seed: int,
+        device: torch.device,
+        options: Options | None = None,
+        compile: bool = False,
     ) -> None:
-        self.name, self.row = name, RECIPES[name]
+        options = options or Options()
+        self.name, self.label = name, options.label(name)
         self.size, self.steps, self.device = size, steps, device
-        self.recipe = None if self.row.recipe is None else self.row.recipe()
+        self.recipe = options.recipe(name, size.shape.layers)
         self.step, self.history = 0, History()
 
         torch.manual_seed(seed)
         self.data_generator = torch.Generator().manual_seed(seed)
-        self.model = LanguageModel(size.shape, self.row.linear, seed=seed).to(device)
-        matrices = [parameter for parameter in self.model.parameters() if parameter.dim() > 1]
-        vectors = [parameter for parameter in self.model.parameters() if parameter.dim() == 1]
+        self.model = LanguageModel(size.shape, seed=seed).to(device)
+        before = dict(self.model.named_parameters())
+        if self.recipe is not None:
+            tejit.convert(
+                self.model,
+                recipe=self.recipe,
+                filter_fn=lambda module, name: name.startswith("blocks."),
+                quantize_params=options.quantized_params,
+            )
+        self.masters = Masters(self.model, before)
+        trained = self.masters.trained(self.model)
+        matrices = [parameter for parameter in trained if parameter.dim() > 1]
+        vectors = [parameter for parameter in trained if parameter.dim() == 1]
         self.optimizer = torch.optim.AdamW(
             [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
             lr=size.learning_rate,
             betas=(0.9, 0.95),
             fused=True,
         )
-        self.loss: Callable[[Tensor], Tensor] = torch.compile(self._loss, dynamic=False) if compile else self._loss
+        self.loss: Callable[[Tensor], Tensor] = self._loss
+        if compile:
+            torch._dynamo.reset()  # the graphs of an earlier run count towards a limit
+            self.loss = torch.compile(self._loss, dynamic=False, fullgraph=True)
 
     @property
     def done(self) -> bool:
@@ -144,25 +168,28 @@ class Run:
         return self.size.learning_rate * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress)))
 
     def train_step(self, text: Text) -> Tensor:
-        """One optimizer step. Returns the loss, still on the device: reading it would make the GPU wait."""
+        """One optimizer step on `text`, which is on the run's device. Returns the loss, still there: reading it would
+        make the GPU wait."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate()
         windows = training_batch(text, self.size.batch, self.size.shape.context, self.data_generator)
         with self.precision():
-            loss = self.loss(windows.to(self.device))
+            loss = self.loss(windows)
         loss.backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.masters.take_gradients()
+        nn.utils.clip_grad_norm_([p for group in self.optimizer.param_groups for p in group["params"]], 1.0)
         self.optimizer.step()
+        self.masters.write_back()
         self.optimizer.zero_grad()
         self.step += 1
         return loss.detach()
 
     @torch.no_grad()
     def validate(self, windows: Tensor) -> float:
-        """The mean loss on `windows` (count, context + 1), noted in the history."""
+        """The mean loss on `windows` (count, context + 1), on the run's device, noted in the history."""
         self.model.eval()
         with self.precision():
-            losses = [self.loss(batch.to(self.device)) for batch in windows.split(self.size.batch)]
+            losses = [self.loss(batch) for batch in windows.split(self.size.batch)]
         self.model.train()
         loss = torch.stack(losses).mean().item()
         self.history.validation_steps.append(self.step)
@@ -174,6 +201,7 @@ class Run:
             "step": self.step,
             "history": asdict(self.history),
             "model": self.model.state_dict(),
+            "masters": self.masters.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "data_generator": self.data_generator.get_state(),
             "torch_generator": torch.get_rng_state(),
@@ -191,6 +219,7 @@ class Run:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step, self.history = state["step"], History(**state["history"])
         self.model.load_state_dict(state["model"])
+        self.masters.load_state_dict(state["masters"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.data_generator.set_state(state["data_generator"])
         torch.set_rng_state(state["torch_generator"])
@@ -202,7 +231,7 @@ def progress_bar(run: Run) -> tqdm[NoReturn]:
     return tqdm(
         total=run.steps,
         initial=run.step,
-        desc=run.row.label,
+        desc=run.label,
         unit="step",
         dynamic_ncols=True,
         mininterval=0.1 if sys.stderr.isatty() else 10,  # a log keeps every line

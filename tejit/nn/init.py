@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tejit.formats import IdentityQuantizer
+from tejit.formats import Float8CurrentScalingQuantizer, IdentityQuantizer
+from tejit.formats.float8.slot import Float8SlotQuantizer
 from tejit.recipe import LinearQuantizers
 from tejit.recipe.model_init import current_model_init
 from tejit.tensor import QuantizedTensor, Quantizer
@@ -51,9 +52,12 @@ def quantize_parameters(module: Any, products: dict[str, str | tuple[str | None,
 def weight_quantizer(module: Any, quantizers: LinearQuantizers, parameter: str) -> Quantizer | None:
     """What quantizes a parameter of ``module``; None where the recipe leaves weights in high precision.
 
-    A recipe whose quantizers live in the module (delayed scaling) is served here too: its state belongs to the module.
+    Under delayed scaling a parameter is scaled by its own amax: that is at hand whenever the parameter is written,
+    and the scale needs no state of the module.
     """
     quantizer = quantizers.weight.both if torch.is_grad_enabled() else quantizers.weight.rowwise
+    if isinstance(quantizer, Float8SlotQuantizer):
+        quantizer = Float8CurrentScalingQuantizer(quantizer.fp8_dtype, **quantizer.get_usages())
     return None if isinstance(quantizer, IdentityQuantizer) else quantizer.replace(internal=False)
 
 

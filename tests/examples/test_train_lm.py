@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 import torch
 
+import tejit
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 RECIPES = ("none", "current")
@@ -57,7 +59,7 @@ TINY = ("--size", "tiny", "--steps", "12")
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     folder = tmp_path_factory.mktemp("unbroken")
-    return folder, run_script(folder, *TINY)
+    return folder, run_script(folder, *TINY, "--results", "runs.json")
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +91,7 @@ def test_every_recipe_is_a_row_of_its_own(tmp_path: Path, examples_on_path: None
     runs = load(tmp_path)
     losses = [run["history"]["train"] for run in runs.values()]
     assert all(loss[0] == pytest.approx(math.log(256), rel=0.02) for loss in losses)
-    assert len({loss[-1] for loss in losses}) == len(rows) == 5  # no two recipes compute alike
+    assert len({loss[-1] for loss in losses}) == len(rows) == 6  # no two recipes compute alike
 
 
 def test_recipes_are_compared_as_named(tmp_path: Path) -> None:
@@ -213,20 +215,126 @@ def test_unigram_entropy_is_the_cross_entropy_of_byte_frequencies(examples_on_pa
     assert unigram_entropy(Text(train, train, 1, ""), windows) == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("linear", [torch.nn.Linear, "tejit"])
-def test_weights_depend_on_the_seed_alone(linear: Any, examples_on_path: None) -> None:
+def test_weights_depend_on_the_seed_alone(examples_on_path: None) -> None:
     from lm.model import LanguageModel, Shape
 
-    if linear == "tejit":
-        from tejit import Linear as linear
     shape = Shape(layers=2, width=32, heads=2, context=16)
     expected = LanguageModel(shape, seed=3).state_dict()
     torch.manual_seed(12345)
     torch.rand(7)
-    found = LanguageModel(shape, linear, seed=3).state_dict()
+    found = LanguageModel(shape, seed=3).state_dict()
     assert all(torch.equal(found[name], weight) for name, weight in expected.items())
-    other = LanguageModel(shape, linear, seed=4).state_dict()
+    other = LanguageModel(shape, seed=4).state_dict()
     assert not torch.equal(other["head.weight"], expected["head.weight"])
+
+
+def test_large_is_as_large_as_it_says(examples_on_path: None) -> None:
+    from lm.model import parameter_count
+    from lm.training import SIZES
+
+    large = SIZES["large"]
+    assert parameter_count(large.shape) > 100e6
+    assert (large.batch * large.shape.context, large.steps) == (8192, 1000)
+    assert large.validation_count % large.batch == 0
+
+
+def test_ends_in_high_precision_are_the_first_and_the_last_block(examples_on_path: None) -> None:
+    from lm.recipes import Options
+    from lm.training import SIZES, Run
+
+    run = Run("mxfp8", SIZES["small"], 1, seed=0, device=torch.device("cpu"), options=Options(high_precision_ends=True))
+    windows = torch.zeros(1, 33, dtype=torch.int64)
+    with run.precision():
+        found = tejit.explain(run.model, windows[:, :-1]).products
+    high = {p.layer for p in found if p.runs == "high precision"}
+    quantized = {p.layer for p in found} - high
+    layers = ("attention.qkv", "attention.out", "mlp.up", "mlp.out")
+    assert high == {"head"} | {f"blocks.{index}.{layer}" for index in (0, 3) for layer in layers}
+    assert quantized == {f"blocks.{index}.{layer}" for index in (1, 2) for layer in layers}
+
+
+def test_quantized_weights_learn_by_their_masters_and_resume_to_the_bit(examples_on_path: None, tmp_path: Path) -> None:
+    from lm.data import Text
+    from lm.recipes import Options
+    from lm.training import SIZES, Run
+
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randint(0, 9, (2, 4000), dtype=torch.uint8, generator=generator)
+    text = Text(data[0], data[1], 1, "")
+
+    def run(steps: int = 4) -> Run:
+        options = Options(quantized_params=True)
+        return Run("mxfp8", SIZES["tiny"], steps, seed=0, device=torch.device("cpu"), options=options)
+
+    unbroken, broken = run(), run()
+    assert len(unbroken.masters.pairs) == 8
+    losses = [unbroken.train_step(text).item() for _ in range(4)]
+    assert losses[-1] < losses[0]
+    for parameter, master in unbroken.masters.pairs.values():
+        quantized = parameter.detach().clone()
+        with torch.no_grad():
+            quantized.copy_(master)
+        assert torch.equal(quantized.dequantize(), parameter.dequantize())
+    for _ in range(2):
+        broken.train_step(text)
+    torch.save(broken.state_dict(), tmp_path / "state.pt")
+    resumed = run()
+    resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert [resumed.train_step(text).item() for _ in range(2)] == losses[2:]
+
+
+def test_files_of_results_become_one_table_and_one_picture(
+    unbroken: tuple[Path, str],
+    examples_on_path: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from train_lm import main
+
+    folder, output = unbroken
+    monkeypatch.chdir(tmp_path)
+    arguments = [*TINY, "--device", "cpu", "--recipe", "none", "--seed", "1", "--results", "seed1.json"]
+    assert main(arguments) == 0
+    capsys.readouterr()
+    assert main(["--merge", str(folder / "runs.json"), "seed1.json", "--out", "all.png"]) == 0
+    merged = capsys.readouterr().out
+    assert (tmp_path / "all.png").read_bytes().startswith(b"\x89PNG")
+    rows = re.findall(r"^(\S+) \((.*?)\)\s+(\d+\.\d+)", merged, re.MULTILINE)
+    assert [row[:2] for row in rows] == [
+        ("none", "bf16, seed 0"),
+        ("current", "FP8 current scaling, seed 0"),
+        ("none", "bf16, seed 1"),
+    ]
+    own = printed_losses(output)
+    losses = [float(loss) for *_, loss in rows]
+    assert losses[:2] == [own["none"], own["current"]]
+    apart = 100 * (max(losses[0], losses[2]) / min(losses[0], losses[2]) - 1)
+    found = re.search(r"^2 seeds of bf16: .*, (\d+\.\d+) % apart\.$", merged, re.MULTILINE)
+    assert found is not None, merged
+    assert float(found[1]) == pytest.approx(apart, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (None, "is no file of results (FileNotFoundError"),
+        ("{", "is no file of results (JSONDecodeError"),
+        ("{}", "is no file of results (KeyError"),
+        ('{"format": 0}', "has format 0, this program reads 1"),
+        ('{"format": 1, "settings": {"steps": 13}, "entropy": 3, "runs": []}', "was made with steps = 13"),
+    ],
+)
+def test_results_that_cannot_be_merged_say_why(
+    content: str | None, complaint: str, examples_on_path: None, tmp_path: Path
+) -> None:
+    from lm.results import Results, ResultsError, merge
+
+    Results({"steps": 12}, 3.3, ()).save(tmp_path / "good.json")
+    if content is not None:
+        (tmp_path / "bad.json").write_text(content)
+    with pytest.raises(ResultsError, match=re.escape(complaint)):
+        merge([tmp_path / "good.json", tmp_path / "bad.json"])
 
 
 def test_attention_never_looks_ahead(examples_on_path: None) -> None:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from tejit.kernels.gemm import emulated, native
-from tejit.kernels.gemm.native import is_native
+from tejit.kernels.gemm.native import emulation_reason, is_native
 from tejit.kernels.gemm.operand import Operand
 
-__all__ = ["Operand", "gemm", "is_native"]
+__all__ = ["Operand", "emulation_reason", "gemm", "is_native"]
 
 
 def gemm(

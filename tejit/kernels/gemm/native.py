@@ -12,7 +12,7 @@ from tejit import device as hardware
 from tejit.format_info import E2M1, E4M3, E5M2, FP8_BLOCK, FP8_ELEMENTS, FP8_GEMM_ALIGNMENT
 from tejit.kernels import fp8_block
 from tejit.kernels.gemm.emulated import rounded
-from tejit.kernels.gemm.operand import FP8, MXFP8, NVFP4, Operand, factor, scaled
+from tejit.kernels.gemm.operand import FP8, MXFP8, NVFP4, PLAIN, Operand, factor, scaled
 from tejit.kernels.padding import cut, known_zero, padded
 from tejit.kernels.swizzle import swizzle
 
@@ -37,6 +37,34 @@ def is_native(a: Operand, b: Operand) -> bool:
     if a.kind == NVFP4:
         return a.sign_mask == b.sign_mask and hardware.nvfp4_gemm_is_native(where)
     return a.kind == MXFP8 and hardware.mxfp8_gemm_is_native(where)
+
+
+def emulation_reason(a: Operand, b: Operand) -> str | None:
+    """Why the pair is dequantized and multiplied; None where :func:`is_native`."""
+    if is_native(a, b):
+        return None
+    plain = [operand.kind == PLAIN for operand in (a, b)]
+    if any(plain):
+        return "neither operand is quantized" if all(plain) else "only one operand is quantized"
+    if a.kind != b.kind:
+        return "the operands are of two formats"
+    if a.codes.numel() == 0 or b.codes.numel() == 0:
+        return "an operand is empty"
+    device = a.codes.device
+    if a.kind == NVFP4:
+        return hardware.nvfp4_gemm_reason(device) or "only one operand is rotated by the Hadamard transform"
+    if a.fp8 == b.fp8 == E5M2.code:
+        return "no tensor core multiplies E5M2 by E5M2"
+    if a.kind == MXFP8:
+        return hardware.mxfp8_gemm_reason(device)
+    if not (a.block_dim or b.block_dim):
+        return hardware.fp8_gemm_reason(device)
+    reason = hardware.fp8_block_gemm_reason(device)
+    if reason is not None:
+        return reason
+    if E5M2.code in (a.fp8, b.fp8):
+        return "torch multiplies blocks of 128 in E4M3 only"
+    return "tensor cores multiply blocks of 1x128 by 1x128 or 128x128, and not these"
 
 
 def gemm(a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool) -> Tensor:

@@ -1,0 +1,203 @@
+"""``convert``: torch's modules become tejit's in place, and back."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
+
+from torch import nn
+
+from tejit.nn import init, name_modules, twins
+from tejit.nn.module import QuantizedModule
+from tejit.nn.naming import Named
+from tejit.recipe import Recipe, default_recipe
+from tejit.recipe.gain import too_small_to_gain
+from tejit.recipe.model_init import current_model_init, quantized_model_init
+from tejit.tensor import QuantizedTensor
+from tejit.tensor.attached import carry
+
+Root = TypeVar("Root", bound=nn.Module)
+Filter = Callable[[nn.Module, str], bool]
+
+#: The value of ``recipe`` that turns tejit's modules back into torch's.
+NONE = "none"
+#: How many layers a warning names.
+_NAMED = 8
+
+
+def convert(
+    module: Root,
+    *,
+    recipe: Recipe | str | None = None,
+    filter_fn: Filter | None = None,
+    quantize_params: bool = False,
+) -> Root:
+    """Turn ``nn.Linear``, ``nn.LayerNorm``, ``nn.RMSNorm`` and HF's ``Conv1D`` into tejit's modules, in place.
+
+    The modules stay the same objects with another class: parameters, ties, hooks, names, devices and dtypes are as
+    before, optimizers made before go on working, and without ``tejit.autocast``, which alone switches quantization
+    on, they compute the same bits. Modules without a name get their qualified one. Converting twice changes nothing.
+
+    Args:
+        module: the model; itself may be such a layer.
+        recipe: decides which layers are too small to gain and, with ``quantize_params``, the format of the weights;
+            None is ``tejit.recipe.default_recipe()``. ``"none"`` turns tejit's modules back into torch's, quantized
+            weights into high-precision ones.
+        filter_fn: called with a layer and its qualified name; only layers of which it says True are converted. With it,
+            layers that are too small to gain are converted as well: what is worth it is then the caller's decision.
+        quantize_params: let the weights live quantized, as ``tejit.quantized_model_init`` does, whose
+            ``preserve_high_precision_init_val`` counts where it is around the call. They are then other parameters
+            than before, with what was attached to those and their hooks: make the optimizer afterwards.
+
+    Returns:
+        ``module``.
+
+    Layers that stay as they are, because they are too small (without ``filter_fn``) or because a subclass computes
+    something else, are named in one warning each.
+
+    Raises:
+        TypeError: ``module`` is no module, ``recipe`` neither a recipe, None nor ``"none"``, ``filter_fn`` no function,
+            or ``quantize_params`` no bool.
+        ValueError: ``quantize_params`` together with ``"none"``.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module is {module!r}; it must be a torch.nn.Module")
+    if filter_fn is not None and not callable(filter_fn):
+        raise TypeError(f"filter_fn is {filter_fn!r}; it must be a function of a module and its qualified name")
+    if not isinstance(quantize_params, bool):
+        raise TypeError(f"quantize_params is {quantize_params!r}; it must be True or False")
+    if recipe is not None and recipe != NONE and not isinstance(recipe, Recipe):
+        raise TypeError(
+            f"recipe is {recipe!r}; it must be an instance of a recipe, such as"
+            ' tejit.recipe.Float8CurrentScaling(), None or "none"'
+        )
+    if isinstance(recipe, str):
+        if quantize_params:
+            raise ValueError('quantize_params=True needs a recipe that has a format for them; "none" has none')
+        _back(module, filter_fn)
+    else:
+        chosen = default_recipe() if recipe is None else recipe
+        _forth(module, chosen, filter_fn)
+        if quantize_params:
+            _quantize(module, chosen, filter_fn)
+    return module
+
+
+def _forth(root: nn.Module, recipe: Recipe, filter_fn: Filter | None) -> None:
+    candidates = [(name, m) for name, m in root.named_modules() if twins.twin_of(m) and not twins.is_ours(m)]
+    kept, small = {}, {}
+    for name, module in candidates:
+        if filter_fn is not None and not filter_fn(module, name):
+            continue
+        obstacle = twins.obstacle(module)
+        if obstacle is not None:
+            kept[name] = obstacle
+        elif filter_fn is None and (reason := too_small(module, name, recipe)):
+            small[name] = reason
+        else:
+            twins.to_ours(module)
+    name_modules(root)
+    for module in root.modules():
+        if isinstance(module, QuantizedModule):
+            module.keep_delayed_state(recipe)
+    if kept:
+        _warn(f"tejit.convert left {len(kept)} of {len(candidates)} layers as they are: ", kept)
+    if small:
+        _warn(
+            f"tejit.convert left {len(small)} of {len(candidates)} layers in high precision under"
+            f" {type(recipe).__name__} (with filter_fn it leaves that choice to you): ",
+            small,
+        )
+
+
+def too_small(module: nn.Module, name: str, recipe: Recipe) -> str | None:
+    """Why a linear layer of torch's gains nothing under ``recipe``; None for a layer that may, and for norms."""
+    sizes = twins.linear_sizes(module)
+    return None if sizes is None else too_small_to_gain(recipe.for_linear(name or None), *sizes)
+
+
+def _quantize(root: nn.Module, recipe: Recipe, filter_fn: Filter | None) -> None:
+    """Let the weights of tejit's modules live quantized."""
+    asked, kept = current_model_init(), {}
+    preserve = asked is not None and asked.preserve
+    became: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+    for name, module in root.named_modules():
+        if not isinstance(module, QuantizedModule) or (filter_fn is not None and not filter_fn(module, name)):
+            continue
+        if isinstance(module, twins.TransposedLinear):
+            kept[name] = "its weight is stored transposed"
+            continue
+        before = dict(module._parameters)
+        done = {parameter: became[id(old)][1] for parameter, old in before.items() if id(old) in became}
+        module._parameters.update(done)
+        with quantized_model_init(recipe=recipe, preserve_high_precision_init_val=preserve):
+            init.quantize_parameters(
+                module,
+                {
+                    each.parameter: (module.name, each.product) if each.product else module.name
+                    for each in twins.linear_products(module)
+                    if each.parameter not in done
+                },
+            )
+        became |= {
+            id(old): (old, module._parameters[parameter])
+            for parameter, old in before.items()
+            if module._parameters[parameter] is not old and parameter not in done
+        }
+    _replace(root, became)
+    if kept:
+        _warn(f"tejit.convert left {len(kept)} weights in high precision: ", kept)
+
+
+def _dequantize(root: nn.Module, modules: Iterable[nn.Module]) -> None:
+    """Give modules high-precision parameters for quantized ones."""
+    became = {}
+    for parameter in {id(p): p for module in modules for p in module.parameters(recurse=False)}.values():
+        if isinstance(parameter, QuantizedTensor):
+            plain = nn.Parameter(parameter.dequantize().detach(), requires_grad=parameter.requires_grad)
+            carry(parameter, plain)
+            became[id(parameter)] = parameter, plain
+    _replace(root, became)
+
+
+def _replace(root: nn.Module, became: Mapping[int, tuple[nn.Parameter, nn.Parameter]]) -> None:
+    """Put parameters into the place of others, by their ids, wherever these are; hooks of the old ones go along."""
+    for old, new in became.values():
+        new._backward_hooks = old._backward_hooks
+        new._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks
+    for module in root.modules():
+        for name, parameter in module._parameters.items():
+            if id(parameter) in became:
+                module._parameters[name] = became[id(parameter)][1]
+
+
+def _back(root: nn.Module, filter_fn: Filter | None) -> None:
+    ours = [(name, m) for name, m in root.named_modules() if isinstance(m, Named)]
+    kept, turned = {}, []
+    for name, module in ours:
+        if filter_fn is not None and not filter_fn(module, name):
+            continue
+        obstacle = twins.obstacle_back(module)
+        if obstacle is not None:
+            kept[name] = obstacle
+        else:
+            turned.append(module)
+    _dequantize(root, turned)
+    for module in turned:
+        twins.to_torch(module)
+    if kept:
+        _warn(f'tejit.convert(recipe="none") left {len(kept)} of {len(ours)} layers as they are: ', kept)
+
+
+def _warn(what: str, reasons: dict[str, str]) -> None:
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        by_reason.setdefault(reason, []).append(name or "the module itself")
+    warnings.warn(what + "; ".join(f"{_listed(names)} ({reason})" for reason, names in by_reason.items()), stacklevel=4)
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = list(names)
+    more = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
