@@ -13,6 +13,7 @@ struct BF16 {
   static constexpr int kBytes = 2;
   static constexpr int kWordElements = 2;  // of a word in registers
   static constexpr int kPerVector = 8;
+  static constexpr bool kFused = false;  // what is loaded is what is cast
 
   TEJIT_DEVICE explicit BF16(int) {}
 
@@ -127,10 +128,21 @@ struct F16 {
   }
 };
 
+// The element type T as a kernel with these arguments needs it.
+template <typename T, typename Args>
+TEJIT_DEVICE T type_of(const Args& args) {
+  if constexpr (T::kFused) {
+    return T(args.source);
+  } else {
+    return T(args.half);
+  }
+}
+
 struct Any {
   static constexpr float kLargest = 3.402823466e+38f;
   static constexpr int kWordElements = 1;
   static constexpr int kPerVector = 4;
+  static constexpr bool kFused = false;
 
   const bool half;  // float16 in memory
 

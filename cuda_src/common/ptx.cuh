@@ -114,6 +114,13 @@ TEJIT_DEVICE float f32_of_f16(u16 h) {
   return f;
 }
 
+// Rounded to nearest even; beyond the largest number inf.
+TEJIT_DEVICE u16 f16_of(float f) {
+  u16 h;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(f));
+  return h;
+}
+
 // Packed bfloat16 by magnitude. The larger |x|, a NaN before every number; its sign is left over from both.
 TEJIT_DEVICE u32 max_abs_or_nan_bf16x2(u32 a, u32 b) {
   u32 m;
