@@ -196,4 +196,18 @@ struct Any {
   TEJIT_DEVICE static u32 wide(u32 h) { return __float_as_uint(f32_of_f16(static_cast<u16>(h))); }
 };
 
+// One element of a dtype that only the arguments know: 0 float32, 1 float16, 2 bfloat16.
+TEJIT_DEVICE float load_any(const void* p, int dtype, i64 i) {
+  if (dtype == 0) return F32::load(p, i);
+  return dtype == 1 ? F16::load(p, i) : BF16::load(p, i);
+}
+
+TEJIT_DEVICE void store_any(void* p, int dtype, i64 i, float f) {
+  if (dtype == 0) {
+    static_cast<float*>(p)[i] = f;
+  } else {
+    static_cast<u16*>(p)[i] = dtype == 1 ? f16_of(f) : static_cast<u16>(bf16x2_of(f, 0.0f) & 0xffffu);
+  }
+}
+
 }  // namespace tejit

@@ -150,6 +150,14 @@ TEJIT_DEVICE float multiply_up_to_1(float a, float b) {
   return p;
 }
 
+// 1 / d to nearest, for d from 1 to 2^126: the division of those numbers without the branch for others. The
+// approximation is off by a unit in the last place at most; one step of Newton's then rounds right.
+TEJIT_DEVICE float reciprocal_from_1(float d) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(d));
+  return __fmaf_rn(r, __fmaf_rn(-d, r, 1.0f), r);
+}
+
 // Rounded to nearest even; `lo` in the lower half.
 TEJIT_DEVICE u32 bf16x2_of(float lo, float hi) {
   u32 w;

@@ -114,7 +114,17 @@ struct Tile {
   }
 
   TEJIT_DEVICE const char* first_address(Place p) const {
-    return static_cast<const char*>(args.x) + first_element(p) * type.bytes();
+    const i64 first = (row0(p) + quad * 4) * x_pitch() + col0(p) + lane * kPer;
+    return static_cast<const char*>(args.x) + first * type.bytes();
+  }
+
+  // Elements from row to row of x.
+  TEJIT_DEVICE i64 x_pitch() const {
+    if constexpr (T::kFused) {
+      return args.source.pitch;
+    } else {
+      return args.cols;
+    }
   }
 
   // How many rows of the tile a thread has from its own first one on: none where its columns are past the
@@ -139,7 +149,7 @@ struct Tile {
   TEJIT_DEVICE void load(Place p) {
     const int rows = x_rows_left_here(p);
     const char* from = first_address(p);
-    const i64 pitch = args.cols * type.bytes();
+    const i64 pitch = x_pitch() * type.bytes();
     if (wide_x && rows > kReach) {
       each_vector([&](int s, int r, int row) {
         v[s][r] = type.template load_vector<Plan::kLoad>(from + row * pitch, policy);
@@ -185,7 +195,7 @@ struct Tile {
       const auto columns = type.columns(col0(p) + lane * kPer, rows > 0);
       each_vector([&](int s, int r, int row) {
         v[s][r] = type.finish(v[s][r], shared, s * kRowsHere + quad % kQuadsHere * 4 + r, columns,
-                              row0(p) + quad * 4 + row, row < rows);
+                              row0(p) + quad * 4 + row, col0(p) + lane * kPer, row < rows);
       });
     } else {
       if (wide_x) each_vector([&](int s, int r, int) { v[s][r] = type.settled(v[s][r]); });

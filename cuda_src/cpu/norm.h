@@ -78,19 +78,15 @@ inline float sum_of_row(const float* x, int64_t n, const F& f) {
     for (int64_t j = 0; j < sums; ++j) s[j] += f(x[i + j]);
   }
   for (int64_t j = 0; j < n - i; ++j) s[j] += f(x[i + j]);
-  for (int64_t t = 0; t < norm::kGroup; ++t) {
-    const float* e = s + t * norm::kThreadSums;
-    s[t] = ((e[0] + e[4]) + (e[2] + e[6])) + ((e[1] + e[5]) + (e[3] + e[7]));
-  }
-  float warps[norm::kGroup / 32];
-  for (int64_t w = 0; w < norm::kGroup / 32; ++w) {
-    float* e = s + w * 32;
-    for (int64_t stride = 16; stride > 0; stride /= 2) {
-      for (int64_t t = 0; t < stride; ++t) e[t] += e[t + stride];
+  const auto halve = [](float* e, int64_t n) {
+    for (int64_t stride = n / 2; stride > 0; stride /= 2) {
+      for (int64_t i = 0; i < stride; ++i) e[i] += e[i + stride];
     }
-    warps[w] = e[0];
-  }
-  return (warps[0] + warps[2]) + (warps[1] + warps[3]);
+    return e[0];
+  };
+  for (int64_t t = 0; t < norm::kThreads; ++t) s[t] = halve(s + t * norm::kThreadSums, norm::kThreadSums);
+  for (int64_t w = 0; w < norm::kWarps; ++w) s[w] = halve(s + w * 32, 32);
+  return halve(s, norm::kWarps);
 }
 
 TEJIT_NOINLINE inline void norm_row(const Norm& job, int64_t row, float* values) {

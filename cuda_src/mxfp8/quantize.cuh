@@ -126,8 +126,10 @@ struct Quantize {
     cols = clamp_left(args.cols - k0);
     rows = cols > 0 ? clamp_left(args.rows - m0) : 0;
     const int size = T::kAny && args.dtype != 0 ? 2 : T::kBytes;
-    const char* from = static_cast<const char*>(args.x) + (m0 * args.cols + k0) * size;
-    const i64 pitch = args.cols * kGroups * size;
+    i64 elements = args.cols;  // from row to row
+    if constexpr (T::kFused) elements = args.source.pitch;
+    const char* from = static_cast<const char*>(args.x) + (m0 * elements + k0) * size;
+    const i64 pitch = elements * kGroups * size;
     if constexpr (T::kAny) {
       if (size == 2) return load_halves(from, pitch);
     }
@@ -343,7 +345,8 @@ struct Quantize {
     const auto columns = type.columns(k0, there > 0);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      v[r] = type.finish(v[r], shared, r * kGroups + group, columns, m0 + r * kGroups, r * kGroups < there);
+      v[r] =
+          type.finish(v[r], shared, r * kGroups + group, columns, m0 + r * kGroups, k0, r * kGroups < there);
     }
   }
 

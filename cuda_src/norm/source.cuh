@@ -1,5 +1,5 @@
-// bfloat16 rows that a cast normalises as it loads them. Every step rounds once and in the order that the
-// reference has, so the cast sees what it would see had the norm been written to memory.
+// The norm of a vector, given its row's statistics. Every step rounds once and in the order that the
+// reference has.
 #pragma once
 
 #include "common/element.cuh"
@@ -29,7 +29,7 @@ TEJIT_DEVICE void load_eight(const void* from, int dtype, i64 column, u64 policy
   }
 }
 
-TEJIT_DEVICE void load_affine(const Parameters& p, i64 column, u64 policy, Affine& a) {
+TEJIT_DEVICE void load_affine(const fused::Parameters& p, i64 column, u64 policy, Affine& a) {
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     a.gamma[i] = p.zero_centered ? 0.0f : 1.0f;
@@ -43,56 +43,19 @@ TEJIT_DEVICE void load_affine(const Parameters& p, i64 column, u64 policy, Affin
   }
 }
 
-TEJIT_DEVICE float normalised(float x, float mean, float rstd, float gamma, float beta) {
-  return __fadd_rn(__fmul_rn(__fmul_rn(__fsub_rn(x, mean), rstd), gamma), beta);
+// Of d = x - mean.
+TEJIT_DEVICE float scaled(float d, float rstd, float gamma, float beta) {
+  return __fadd_rn(__fmul_rn(__fmul_rn(d, rstd), gamma), beta);
 }
 
 TEJIT_DEVICE uint4 normalised(uint4 v, float mean, float rstd, const Affine& a) {
   float f[8];
   BF16::widen(v, f);
 #pragma unroll
-  for (int i = 0; i < 8; ++i) f[i] = normalised(f[i], mean, rstd, a.gamma[i], a.beta[i]);
+  for (int i = 0; i < 8; ++i) f[i] = scaled(__fsub_rn(f[i], mean), rstd, a.gamma[i], a.beta[i]);
   return make_uint4(bf16x2_of(f[0], f[1]), bf16x2_of(f[2], f[3]), bf16x2_of(f[4], f[5]),
                     bf16x2_of(f[6], f[7]));
 }
-
-// As an element type of the cast kernels: a vector of bfloat16 that becomes another one when it has come in.
-// Whole vectors at aligned addresses only.
-struct Normed : BF16 {
-  static constexpr bool kFused = true;
-
-  const Source& source;
-
-  TEJIT_DEVICE explicit Normed(const Source& s) : BF16(0), source(s) {}
-
-  // What a row needs beside x. Of a warp, each thread loads that of one row, and hands it to whoever asks.
-  struct Row {
-    float mean, rstd;
-  };
-
-  // After the kernel before has written the statistics.
-  TEJIT_DEVICE Row row(i64 row, bool wanted) const {
-    Row r = {0.0f, 0.0f};
-    if (!wanted || row >= source.rows) return r;
-    if (source.mean != nullptr) r.mean = load_shared_value(source.mean + row);
-    r.rstd = load_shared_value(source.rstd + row);
-    return r;
-  }
-
-  TEJIT_DEVICE Affine columns(i64 column, bool wanted) const {
-    Affine a = {};
-    if (wanted) load_affine(source.parameters, column, evict_first_policy(), a);
-    return a;
-  }
-
-  // The norm of vector v of x where it is `there`, else 0; `from` is the thread that knows the row. From all
-  // threads of a warp.
-  TEJIT_DEVICE uint4 finish(uint4 v, const Row& r, int from, const Affine& a, i64, bool there) const {
-    const float mean = __shfl_sync(0xffffffffu, r.mean, from);
-    const float rstd = __shfl_sync(0xffffffffu, r.rstd, from);
-    return there ? normalised(v, mean, rstd, a) : make_uint4(0, 0, 0, 0);
-  }
-};
 
 }  // namespace norm
 }  // namespace tejit

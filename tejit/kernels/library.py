@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from tejit.kernels import backend
+from tejit.kernels.activation import fake as activation_fake
+from tejit.kernels.activation import reference as activation_reference
 from tejit.kernels.fp8 import fake as fp8_fake
 from tejit.kernels.fp8 import reference as fp8_reference
 from tejit.kernels.fp8_block import fake as fp8_block_fake
@@ -184,4 +186,17 @@ _define(
     " -> (Tensor row, Tensor row_scale_inv, Tensor col, Tensor col_scale_inv, Tensor mean, Tensor rstd)",
     norm_reference.norm_quantize,
     norm_fake.norm_quantize,
+)
+_define(
+    "activation",
+    "(Tensor x, int kind, bool gated) -> Tensor",
+    activation_reference.activation,
+    activation_fake.activation,
+)
+_define(
+    "activation_quantize",
+    f"(Tensor x, int kind, bool gated, int multiple, {_CAST})"
+    " -> (Tensor row, Tensor row_scale_inv, Tensor col, Tensor col_scale_inv)",
+    activation_reference.activation_quantize,
+    activation_fake.activation_quantize,
 )

@@ -6,14 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tejit.kernels import fp8, fp8_block, mxfp8, norm
+from tejit.kernels import norm
 from tejit.kernels.fused import Cast, Format
 from tejit.kernels.norm import reference
 from tests.common import DEVICES, DTYPES, KINDS, assert_bitwise_equal, poisoned_memory, provoking, short
+from tests.kernels.fused_casts import NAMES, USAGES, cast_of, plainly_quantized
 
-#: Single elements, odd sizes, whole vectors, more than the 1024 sums of a row, more than a thread of a kernel keeps.
+#: Single elements, odd sizes, whole vectors, more than the 2048 sums of a row, more than a thread of a kernel keeps.
 SHAPES = [(1, 1), (3, 5), (127, 767), (129, 256), (32, 1024), (5, 2056), (2, 8200), (64, 96)]
-USAGES = [(True, True), (True, False), (False, True)]
 
 
 def parameters(columns: int, dtype: torch.dtype, device: str, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -25,29 +25,6 @@ def parameters(columns: int, dtype: torch.dtype, device: str, seed: int = 0) -> 
 def same_floats(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
     """Bitwise equal, but for the sign and payload of NaN."""
     assert_bitwise_equal(torch.where(got == got, got, torch.nan), torch.where(want == want, want, torch.nan), what)
-
-
-def plainly_quantized(y: torch.Tensor, cast: Cast) -> tuple[torch.Tensor, ...]:
-    """The format's own op, whose bytes other tests hold against oracles that are not ours."""
-    usage = cast.rowwise, cast.columnwise
-    if cast.format == Format.BLOCKS:
-        return fp8_block.quantize(y, cast.fp8, 1, *usage, cast.flag, cast.floor)
-    if cast.format == Format.MXFP8:
-        return mxfp8.quantize(y, cast.fp8, *usage, False, cast.flag)
-    if cast.scale is not None and cast.amax is not None:
-        data, transpose, scale_inv = fp8.quantize_delayed(y, cast.fp8, *usage, cast.scale, cast.amax)
-    else:
-        data, transpose, scale_inv = fp8.quantize_current(y, cast.fp8, *usage, cast.flag, cast.floor)
-    return data, scale_inv, transpose, scale_inv[:0]
-
-
-def cast_of(kind: Format, rowwise: bool, columnwise: bool, device: str, seed: int = 0) -> Cast:
-    """A cast whose other arguments follow from ``seed``."""
-    code, flag = seed % 2, bool(seed // 2 % 2)
-    if kind == Format.DELAYED:
-        scale, amax = torch.tensor([[0.37], [1.5]], device=device)
-        return Cast(kind, code, rowwise, columnwise, scale=scale, amax=amax)
-    return Cast(kind, code, rowwise, columnwise, flag, 0.0 if kind == Format.MXFP8 else 1e-3 * (seed % 3))
 
 
 @pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
@@ -72,9 +49,9 @@ def test_reference_is_near_float64(shape: tuple[int, int], rms: bool) -> None:
 
 def test_reference_sums_in_the_stated_order() -> None:
     """Numbers whose sum depends on the order: 2^24 swallows a 1 that is added alone, not two that are added first."""
-    x = torch.zeros(1, 2048)
-    x[0, 0], x[0, 1024], x[0, 1] = 2.0**24, 1.0, 1.0
-    assert reference.sum_of_rows(x).item() == 2.0**24  # 1024 to sum 0, which swallows it; then sum 1 likewise
+    x = torch.zeros(1, 4096)
+    x[0, 0], x[0, 2048], x[0, 1] = 2.0**24, 1.0, 1.0
+    assert reference.sum_of_rows(x).item() == 2.0**24  # 2048 to sum 0, which swallows it; then sum 1 likewise
     x = torch.zeros(1, 1024)
     x[0, 0], x[0, 1], x[0, 5] = 2.0**24, 1.0, 1.0
     assert reference.sum_of_rows(x).item() == 2.0**24 + 2  # 1 and 5 meet (stride 4) before they meet 0
@@ -108,7 +85,7 @@ def test_norm_matches_the_reference(dtype: torch.dtype, kind: str, device: str) 
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("usage", USAGES, ids=["both", "rowwise", "columnwise"])
+@pytest.mark.parametrize("usage", USAGES.values(), ids=USAGES)
 @pytest.mark.parametrize("format", list(Format), ids=lambda format: format.name.lower())
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 def test_fused_output_is_the_quantized_norm(
@@ -132,7 +109,7 @@ def test_fused_output_is_the_quantized_norm(
         want = plainly_quantized(reference.padded_rows(y, multiple), theirs)
         with poisoned_memory():
             got, got_mean, got_rstd = norm.norm_quantize(x, *given, multiple, mine)
-        for name, a, b in zip(("row", "row_scale_inv", "col", "col_scale_inv"), got, want, strict=True):
+        for name, a, b in zip(NAMES, got, want, strict=True):
             assert_bitwise_equal(a, b, f"{name} of {shape}, {given[2:]}")
         same_floats(got_rstd, rstd, "rstd")
         if got_mean is not None:

@@ -5,8 +5,8 @@ rounded to ``x``'s dtype. ``mean`` is the sum of a row over K; ``rstd`` is ``1 /
 eps)``, with IEEE's division and square root. RMSNorm has no mean: 0 takes its place.
 
 The sums have one order, which the kernels have too, so that all find the same bits: element ``i`` is added to sum
-``i % 1024``, in order; the 1024 become one by trees within eight neighbours (strides 4, 2, 1), within 32 of these
-(16, 8, 4, 2, 1) and over the last four (2, 1). Inductor for a GPU may contract a product and a sum: there, and only
+``i % 2048``, in order; the 2048 become one by trees within eight neighbours (strides 4, 2, 1), within 32 of these
+(16, 8, 4, 2, 1) and over the last eight (4, 2, 1). Inductor for a GPU may contract a product and a sum: there, and only
 there, a compiled graph of this file differs from the kernels in last bits (see ``TEJIT_BACKEND``).
 """
 
@@ -20,7 +20,7 @@ from tejit.kernels.fp8.reference import divide
 from tejit.kernels.fused import Cast, Four, quantized
 from tejit.kernels.rounding import as_rounded
 
-_NEIGHBOURS, _LANES, _WARPS = 8, 32, 4
+_NEIGHBOURS, _LANES, _WARPS = 8, 32, 8
 _SUMS = _NEIGHBOURS * _LANES * _WARPS
 
 
