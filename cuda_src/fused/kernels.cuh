@@ -55,7 +55,7 @@ struct Loaded : BF16 {
     if (!there) return make_uint4(0, 0, 0, 0);
     const u16* gate = static_cast<const u16*>(source.gate);
     uint4 g = make_uint4(0, 0, 0, 0);
-    if (gate != nullptr) g = load16<Load::kPlain>(gate + row * source.pitch + column, 0);
+    if (gate != nullptr) g = load16<Load::kCached>(gate + row * source.pitch + column, 0);
     return activation::activated(source.activation, gate != nullptr, v, g);
   }
 };
@@ -66,19 +66,19 @@ using Mxfp8Tiles = mxfp8::Bf16Shape;
 
 using TileFill = TilePlan<Tiles::kThreads, Tiles::kRows, Tiles::kLanes>;
 
-template <typename Shape, Load kLoad>
-using BlockFill = fp8_block::BlockPlan<Loaded, Shape::kThreads, kLoad>;
+template <typename Shape>
+using BlockFill = fp8_block::BlockPlan<Loaded, Shape::kThreads>;
 
 TEJIT_DEVICE void fp8_tiles(const With<fp8::CastArgs>& args) {
   fp8::cast_transpose<Loaded, TileFill>(args);
 }
 
 TEJIT_DEVICE void block_rows(const With<fp8_block::BlockArgs>& args) {
-  fp8_block::quantize_blocks<Loaded, BlockFill<BlockRowShape, Load::kPlain>, 1, false>(args);
+  fp8_block::quantize_blocks<Loaded, BlockFill<BlockRowShape>, 1, false>(args);
 }
 
 TEJIT_DEVICE void block_tiles(const With<fp8_block::BlockArgs>& args) {
-  fp8_block::quantize_blocks<Loaded, BlockFill<BlockTiles, Load::kEvictFirst>, 1, true>(args);
+  fp8_block::quantize_blocks<Loaded, BlockFill<BlockTiles>, 1, true>(args);
 }
 
 TEJIT_DEVICE void mxfp8_tiles(const With<mxfp8::Args>& args) {

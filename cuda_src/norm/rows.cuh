@@ -94,7 +94,7 @@ struct NormRows {
   TEJIT_DEVICE static int column(int c) { return c * kSums + static_cast<int>(threadIdx.x) * 8; }
 
   TEJIT_DEVICE uint4 at(i64 row, int c) const {
-    return load16<Load::kPlain>(static_cast<const u16*>(args.x) + row * args.cols + column(c), policy);
+    return load16<Load::kCached>(static_cast<const u16*>(args.x) + row * args.cols + column(c), policy);
   }
 
   TEJIT_DEVICE void load(i64 row, uint4 (&v)[kHeld]) const {

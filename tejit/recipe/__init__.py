@@ -10,6 +10,7 @@ from tejit.recipe.context import (
     is_nvfp4_available,
 )
 from tejit.recipe.custom import CustomRecipe, QuantizerRole
+from tejit.recipe.model_init import quantized_model_init
 from tejit.recipe.recipes import (
     Float8BlockScaling,
     Float8CurrentScaling,
@@ -38,4 +39,5 @@ __all__ = [
     "is_fp8_block_scaling_available",
     "is_mxfp8_available",
     "is_nvfp4_available",
+    "quantized_model_init",
 ]
