@@ -6,7 +6,6 @@ the tensor rounded to the input's dtype.
 
 from __future__ import annotations
 
-from enum import IntEnum
 from typing import NamedTuple
 
 from torch import Tensor
@@ -22,20 +21,16 @@ from tejit.kernels.mxfp8 import reference as mxfp8_reference
 Four = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-class Format(IntEnum):
-    """The formats that fused ops know, by the number that an op takes."""
-
-    CURRENT = 0
-    DELAYED = 1
-    BLOCKS = 2  # 1x128 and 128x1
-    MXFP8 = 3
+#: The formats that fused ops know, by the number that an op takes: FP8 with current and with delayed scaling, in blocks
+#: of 1x128 and 128x1, MXFP8. Plain ints, which every version of torch traces.
+FUSED_CURRENT, FUSED_DELAYED, FUSED_BLOCKS, FUSED_MXFP8 = range(4)
 
 
 class Cast(NamedTuple):
     """The last arguments of every fused op.
 
     Attributes:
-        format: a :class:`Format`, as the op's plain int.
+        format: ``FUSED_CURRENT`` and so on.
         fp8: ``ElementInfo.code`` of the element type.
         rowwise, columnwise: which directions are wanted.
         flag: FP8: round scales down to powers of two; MXFP8: scales in the order of the GEMM.
@@ -57,9 +52,9 @@ def quantized(y: Tensor, cast: Cast) -> Four:
     """``y`` quantized, in plain torch. Raises ``RuntimeError`` for a cast that no format has."""
     usage = cast.rowwise, cast.columnwise
     _check(cast)
-    if cast.format == Format.BLOCKS:
+    if cast.format == FUSED_BLOCKS:
         return fp8_block_reference.quantize(y, cast.fp8, 1, *usage, cast.flag, cast.floor)
-    if cast.format == Format.MXFP8:
+    if cast.format == FUSED_MXFP8:
         return mxfp8_reference.quantize(y, cast.fp8, *usage, False, cast.flag)
     if cast.scale is not None and cast.amax is not None:
         three = fp8_reference.quantize_delayed(y, cast.fp8, *usage, cast.scale, cast.amax)
@@ -72,18 +67,18 @@ def described(y: Tensor, cast: Cast) -> Four:
     """:func:`quantized` without data."""
     usage = cast.rowwise, cast.columnwise
     _check(cast)
-    if cast.format == Format.BLOCKS:
+    if cast.format == FUSED_BLOCKS:
         return fp8_block_fake.quantize(y, cast.fp8, 1, *usage, cast.flag, cast.floor)
-    if cast.format == Format.MXFP8:
+    if cast.format == FUSED_MXFP8:
         return mxfp8_fake.quantize(y, cast.fp8, *usage, False, cast.flag)
     three = fp8_fake.quantize_current(y, cast.fp8, *usage, cast.flag, cast.floor, None)
     return three[0], three[2], three[1], three[2].new_empty((0,))
 
 
 def _check(cast: Cast) -> None:
-    if not Format.CURRENT <= cast.format <= Format.MXFP8:
-        raise RuntimeError(f"tejit: format is {cast.format}, but one of {[int(f) for f in Format]} is needed")
-    delayed = cast.format == Format.DELAYED
+    if not FUSED_CURRENT <= cast.format <= FUSED_MXFP8:
+        raise RuntimeError(f"tejit: format is {cast.format}, but {FUSED_CURRENT} to {FUSED_MXFP8} is needed")
+    delayed = cast.format == FUSED_DELAYED
     if (cast.scale is None, cast.amax is None) != (not delayed, not delayed):
         raise RuntimeError(
             f"tejit: format {cast.format} needs scale and amax {'both' if delayed else 'not to be given'}; they belong"

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 
 from tejit.kernels import activation
 from tejit.kernels.activation import KINDS, reference
-from tejit.kernels.fused import Cast, Format
+from tejit.kernels.fused import FUSED_CURRENT, FUSED_MXFP8, Cast
 from tests.common import DEVICES, DTYPES, assert_bitwise_equal, poisoned_memory, provoking, short
 from tests.common import KINDS as INPUTS
-from tests.kernels.fused_casts import NAMES, USAGES, cast_of, plainly_quantized
+from tests.kernels.fused_casts import FORMATS, NAMES, USAGES, cast_of, plainly_quantized
 
 SHAPES = [(1, 2), (3, 10), (127, 766), (129, 256), (32, 1024), (2, 4112), (64, 192)]
 TWINS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -58,15 +58,15 @@ def test_activation_matches_the_reference(kind: str, gated: bool, device: str) -
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("usage", USAGES.values(), ids=USAGES)
-@pytest.mark.parametrize("format", list(Format), ids=lambda format: format.name.lower())
+@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 def test_fused_output_is_the_quantized_activation(
-    dtype: torch.dtype, format: Format, usage: tuple[bool, bool], device: str
+    dtype: torch.dtype, format: int, usage: tuple[bool, bool], device: str
 ) -> None:
     for seed, shape in enumerate(SHAPES):
-        if format == Format.MXFP8:
+        if format == FUSED_MXFP8:
             shape = (shape[0], max(64, shape[1] // 64 * 64))
-        multiple = 32 if format == Format.MXFP8 else (1, 16, 1)[seed % 3]
+        multiple = 32 if format == FUSED_MXFP8 else (1, 16, 1)[seed % 3]
         kind, gated = KINDS[seed % 4], seed % 3 != 0
         x = provoking(INPUTS[seed % len(INPUTS)], shape, dtype, seed).to(device)
         y = reference.activation(x, seed % 4, gated)
@@ -92,7 +92,7 @@ def test_reciprocals_on_the_gpu() -> None:
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 def test_empty(gated: bool, device: str) -> None:
     x = torch.empty(0, 64, dtype=torch.bfloat16, device=device)
-    cast = Cast(Format.CURRENT, 0, True, True)
+    cast = Cast(FUSED_CURRENT, 0, True, True)
     row, scale_inv, col, _ = activation.activation_quantize(x, "gelu", gated, 16, cast)
     columns = 32 if gated else 64
     assert (tuple(row.shape), col.numel(), scale_inv.item()) == ((0, columns), 0, 1.0)

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from tejit.kernels import norm
-from tejit.kernels.fused import Cast, Format
+from tejit.kernels.fused import FUSED_CURRENT, FUSED_MXFP8, Cast
 from tejit.kernels.norm import reference
 from tests.common import DEVICES, DTYPES, KINDS, assert_bitwise_equal, poisoned_memory, provoking, short
-from tests.kernels.fused_casts import NAMES, USAGES, cast_of, plainly_quantized
+from tests.kernels.fused_casts import FORMATS, NAMES, USAGES, cast_of, plainly_quantized
 
 #: Single elements, odd sizes, whole vectors, more than the 2048 sums of a row, more than a thread of a kernel keeps.
 SHAPES = [(1, 1), (3, 5), (127, 767), (129, 256), (32, 1024), (5, 2056), (2, 8200), (64, 96)]
@@ -86,15 +86,15 @@ def test_norm_matches_the_reference(dtype: torch.dtype, kind: str, device: str) 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("usage", USAGES.values(), ids=USAGES)
-@pytest.mark.parametrize("format", list(Format), ids=lambda format: format.name.lower())
+@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 def test_fused_output_is_the_quantized_norm(
-    dtype: torch.dtype, format: Format, usage: tuple[bool, bool], device: str
+    dtype: torch.dtype, format: int, usage: tuple[bool, bool], device: str
 ) -> None:
     for seed, shape in enumerate(SHAPES):
-        if format == Format.MXFP8:
+        if format == FUSED_MXFP8:
             shape = (shape[0], max(32, shape[1] // 32 * 32))
-        multiple = 32 if format == Format.MXFP8 else (1, 16, 1)[seed % 3]
+        multiple = 32 if format == FUSED_MXFP8 else (1, 16, 1)[seed % 3]
         x = provoking(KINDS[seed % len(KINDS)], shape, dtype, seed).to(device)
         weight, bias = parameters(shape[1], (torch.float32, dtype)[seed % 2], device, seed)
         given = (
@@ -125,7 +125,7 @@ def test_addresses_and_strides(device: str) -> None:
     weight = torch.randn(129, device=device)
     for view in (x[1:].view(64, 128), x[:-1].view(128, 64).t(), x[:-1].view(64, 128)[::2]):
         for gamma in (weight[1:], weight[:-1]):
-            cast = Cast(Format.CURRENT, 0, True, True)
+            cast = Cast(FUSED_CURRENT, 0, True, True)
             got, _, _ = norm.norm_quantize(view, gamma, None, 1e-5, False, False, 16, cast)
             y, _, _ = reference.norm(view.contiguous(), gamma, None, 1e-5, False, False)
             for a, b in zip(got, plainly_quantized(y, cast), strict=True):
@@ -133,15 +133,15 @@ def test_addresses_and_strides(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("format", list(Format), ids=lambda format: format.name.lower())
-def test_empty(format: Format, device: str) -> None:
+@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+def test_empty(format: int, device: str) -> None:
     for rms in (False, True):
         x = torch.empty(0, 64, dtype=torch.bfloat16, device=device)
         cast = cast_of(format, True, True, device)
         (row, scale_inv, col, _), mean, rstd = norm.norm_quantize(x, None, None, 1e-5, rms, False, 32, cast)
         assert (tuple(row.shape), col.numel(), tuple(rstd.shape)) == ((0, 64), 0, (0, 1))
         assert (mean is None) == rms
-        if format == Format.CURRENT:
+        if format == FUSED_CURRENT:
             assert scale_inv.item() == 1.0
 
 
@@ -173,7 +173,7 @@ def test_errors_name_what_is_wrong(run: str) -> None:
 def test_kernels_repeat_on_the_gpu() -> None:
     """The same bits in every run: no sum depends on which block of threads comes first."""
     x = torch.randn(4096, 4096, dtype=torch.bfloat16, device="cuda")
-    cast = Cast(Format.CURRENT, 0, True, True)
+    cast = Cast(FUSED_CURRENT, 0, True, True)
     first = norm.norm_quantize(x, None, None, 1e-5, False, False, 1, cast)
     for _ in range(5):
         again = norm.norm_quantize(x, None, None, 1e-5, False, False, 1, cast)
