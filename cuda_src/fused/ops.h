@@ -108,8 +108,9 @@ Four fused_fp8(const Launcher& launch, Rows rows, const Device& device, const Ca
     args.pow2 = s.pow2;
     args.eps = s.eps;
   }
-  if (cast.format == kCurrent || (cast.columnwise && needs_rows(rows))) launch_rows(launch, rows);
-  launch_cast(launch, rows, args);
+  const bool rows_first = cast.format == kCurrent || (cast.columnwise && needs_rows(rows));
+  if (rows_first) launch_rows(launch, rows);
+  launch_cast(launch, rows, args, rows_first);
   return {std::get<0>(tensors), std::get<2>(tensors), std::get<1>(tensors), empty_floats(0, device)};
 }
 
@@ -125,7 +126,8 @@ Four fused_blocks(const Launcher& launch, const Rows& rows, const Device& device
       fp8_block::BlockArgs{rows.x, out.row, out.col, out.row_scale_inv, out.col_scale_inv, nullptr,
                            rows.out_rows, rows.cols, fp8_block::scale_shape(rows.out_rows, rows.cols, 1)[1],
                            fp8_block::scale_shape(rows.cols, rows.out_rows, 1)[1], s.eps,
-                           fp8_block::kLargest[2], s.pow2, s.fp8, 0});
+                           fp8_block::kLargest[2], s.pow2, s.fp8, 0},
+      needs_rows(rows));
   return tensors;
 }
 
@@ -139,7 +141,8 @@ Four fused_mxfp8(const Launcher& launch, const Rows& rows, const Device& device,
   if (needs_rows(rows)) launch_rows(launch, rows);
   launch_cast(launch, rows,
               mxfp8::Args{rows.x, out.row, out.col, out.row_scales, out.col_scales, nullptr, rows.out_rows,
-                          rows.cols, fp8, 0, cast.flag, 2, 1, 0});
+                          rows.cols, fp8, 0, cast.flag, 2, 1, 0},
+              needs_rows(rows));
   return tensors;
 }
 
