@@ -2,7 +2,7 @@
 
 Every function computes in float32 and rounds once. ``normed`` and ``activated`` quantize in the kernel that computes,
 where the quantizer has such a cast: FP8 per tensor (current, delayed), in blocks of 1x128, MXFP8. For the others (NVFP4,
-two-dimensional blocks, Hybrid) and for sizes that need padded columns they are ``norm`` or ``activate`` followed by
+two-dimensional blocks, Hybrid) and for sizes that need padded columns they are ``norm`` or ``activate``, then
 ``products.quantized``. The bytes are the same either way.
 """
 
