@@ -40,6 +40,7 @@ from tejit.nn import (
     RotaryPositionEmbedding,
     TransformerLayer,
     name_modules,
+    plain_state_dict,
 )
 from tejit.recipe import (
     autocast,
@@ -99,6 +100,7 @@ __all__ = [
     "is_nvfp4_available",
     "name_modules",
     "ops",
+    "plain_state_dict",
     "quantized_model_init",
     "recipe",
     "warm",

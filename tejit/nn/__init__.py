@@ -1,6 +1,7 @@
 """Modules: drop-in layers that quantize under ``tejit.autocast``."""
 
 from tejit.nn.attention import MultiheadAttention, RotaryPositionEmbedding
+from tejit.nn.delayed_state import plain_state_dict
 from tejit.nn.linear import Linear
 from tejit.nn.naming import name_modules
 from tejit.nn.norm_linear import LayerNormLinear
@@ -18,4 +19,5 @@ __all__ = [
     "RotaryPositionEmbedding",
     "TransformerLayer",
     "name_modules",
+    "plain_state_dict",
 ]

@@ -1,9 +1,9 @@
 """Norms and activations of the modules, forward and backward, and their quantized output.
 
 Every function computes in float32 and rounds once. ``normed`` and ``activated`` quantize in the kernel that computes,
-where the quantizer has such a cast: FP8 per tensor (current, delayed), in blocks of 1x128, MXFP8. For the others (NVFP4,
-two-dimensional blocks, Hybrid) and for sizes that need padded columns they are ``norm`` or ``activate``, then
-``products.quantized``. The bytes are the same either way.
+where the quantizer has such a cast: FP8 with current scaling, in blocks of 1x128, MXFP8. For the others (NVFP4, 2D
+blocks, Hybrid, recipes with delayed scaling, an amax that a group reduces) and where columns need padding they are
+``norm`` or ``activate``, then ``products.quantized``. The bytes are the same either way.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from torch import Tensor
 
 from tejit.kernels import norm as norm_kernels
 from tejit.kernels.activation import activation, activation_quantize
+from tejit.kernels.fused import Cast
 from tejit.kernels.padding import known_zero
 from tejit.nn import products
+from tejit.nn.products import NO_STATE, Plan, State
 from tejit.tensor import Quantizer
 from tejit.tensor.quantizer import Inner
 
@@ -47,6 +49,8 @@ def normed(
     quantizer: Quantizer,
     multiple: int,
     dtype: torch.dtype | None = None,
+    plan: Plan | None = None,
+    state: State = NO_STATE,
 ) -> tuple[Inner, Tensor | None, Tensor]:
     """:func:`norm`, quantized.
 
@@ -54,14 +58,15 @@ def normed(
         x, weight, bias, eps, kind, zero_centered_gamma, dtype: as in :func:`norm`.
         quantizer: makes the output; any directions.
         multiple: what both sizes of the output are padded to, with zeros.
+        plan, state: of the product whose input this is, as in ``products.quantized``.
 
     Returns:
         The quantizer's buffers, and ``mean`` and ``rstd`` as in :func:`norm`.
     """
-    cast = None if dtype is not None and dtype != x.dtype else quantizer.fused_cast(x)
+    cast = None if dtype is not None and dtype != x.dtype else _cast(quantizer, x, plan)
     if cast is None or not known_zero(-x.shape[1] % multiple):
         y, mean, rstd = norm(x, weight, bias, eps, kind, zero_centered_gamma, dtype)
-        return products.quantized(quantizer, y, multiple), mean, rstd
+        return products.quantized(quantizer, y, multiple, plan, state, products.INPUT), mean, rstd
     rms = kind == "RMSNorm"
     four, mean, rstd = norm_kernels.norm_quantize(x, weight, bias, eps, rms, zero_centered_gamma, multiple, cast)
     return quantizer.fused_inner(four), mean, rstd
@@ -118,13 +123,26 @@ def norm_backward(
     return _rounded(dx * rstd, x.dtype), (grad32 * n).sum(0), grad32.sum(0)
 
 
-def activated(x: Tensor, kind: str, quantizer: Quantizer, multiple: int) -> Inner:
-    """:func:`activate`, padded with zeros to multiples of ``multiple`` and quantized: the quantizer's buffers."""
-    gated, cast = kind in GATED, quantizer.fused_cast(x)
+def activated(
+    x: Tensor, kind: str, quantizer: Quantizer, multiple: int, plan: Plan | None = None, state: State = NO_STATE
+) -> Inner:
+    """:func:`activate`, padded with zeros to multiples of ``multiple`` and quantized: the quantizer's buffers.
+
+    ``plan`` and ``state`` are those of the product whose input this is, as in ``products.quantized``.
+    """
+    gated, cast = kind in GATED, _cast(quantizer, x, plan)
     columns = x.shape[1] // 2 if gated else x.shape[1]
     if cast is None or not known_zero(-columns % multiple):
-        return products.quantized(quantizer, activate(x, kind), multiple)
+        return products.quantized(quantizer, activate(x, kind), multiple, plan, state, products.INPUT)
     return quantizer.fused_inner(activation_quantize(x, ACTIVATIONS[kind], gated, multiple, cast))
+
+
+def _cast(quantizer: Quantizer, x: Tensor, plan: Plan | None) -> Cast | None:
+    """How the kernel that computes is to quantize; None where it cannot: a format that it does not know, an amax that a
+    group reduces, the state of a recipe with delayed scaling, which ``products.quantized`` finds the place of."""
+    if plan is not None and (plan.quantizers.delayed is not None or plan.group is not None):
+        return None
+    return quantizer.fused_cast(x)
 
 
 def activate(x: Tensor, kind: str) -> Tensor:

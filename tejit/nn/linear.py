@@ -82,6 +82,7 @@ class Linear(QuantizedModule, nn.Linear):
             save_original_input=save_original_input,
             delay_wgrad_compute=delay_wgrad_compute,
         )
+        self._init_delayed(self.weight.device)
         init.quantize_parameters(self, {"weight": self.name})
 
     def reset_parameters(self) -> None:
@@ -102,6 +103,7 @@ class Linear(QuantizedModule, nn.Linear):
         bias = None if self.return_bias else self.bias
         quantizers = self._quantizers()
         if quantizers is None:
+            self._calibrate(x, self.weight)
             out = F.linear(x, weights.values(self.weight), bias)
         else:
             x, weight, bias = self._operands(x, self.weight, bias)

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from tejit import compat
 from tejit.nn import gradients, products, weights
 from tejit.nn.gradients import Late
 from tejit.nn.module import Product
-from tejit.nn.products import Plan
+from tejit.nn.products import NO_STATE, Plan, State
 from tejit.tensor.quantizer import Inner
 
 
@@ -27,20 +28,22 @@ def quantized_linear(x: Tensor, product: Product, bias: Tensor | None) -> Tensor
     Returns:
         ``(..., N)`` of ``x``'s dtype.
     """
-    plan, weight, main_grad, late, given = product
+    plan, weight, main_grad, late, given, state = product
     flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     needs_bias_grad = bias is not None and bias.requires_grad and torch.is_grad_enabled()
     if plan.needs_dgrad or plan.needs_wgrad or needs_bias_grad:
-        out = _Linear.apply(flat, weight, bias, plan, main_grad, late, *given)
+        out = compat.apply(_Linear, flat, weight, bias, plan, main_grad, late, *state, *given)
     else:
-        out = _forward(flat, weight, bias, plan, given)[0]
+        out = _forward(flat, weight, bias, plan, given, state)[0]
     return out if x.dim() == 2 else out.reshape(*x.shape[:-1], weight.shape[0])
 
 
-def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, given: Inner) -> tuple[Tensor, Inner, Inner]:
+def _forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, given: Inner, state: State
+) -> tuple[Tensor, Inner, Inner]:
     """The output, and the buffers of input and weight that it was made from."""
-    x_inner = products.input_inner(plan, x)
-    w_inner = weights.operand(plan, weight, given)
+    x_inner = products.input_inner(plan, x, state)
+    w_inner = weights.operand(plan, weight, given, state)
     return products.fprop(plan, x_inner, w_inner, bias, x.dtype, x.shape[0], weight.shape[0]), x_inner, w_inner
 
 
@@ -57,15 +60,17 @@ class _Linear(torch.autograd.Function):
         plan: Plan,
         main_grad: Tensor | None,
         late: Late | None,
-        *given: Tensor | None,
+        *tensors: Tensor | None,
     ) -> Tensor:
-        out, x_inner, w_inner = _forward(x, weight, bias, plan, given)
+        state, given = State(*tensors[: len(NO_STATE)]), tensors[len(NO_STATE) :]
+        out, x_inner, w_inner = _forward(x, weight, bias, plan, given, state)
         kept_x = products.kept_input(plan, x, x_inner)
         kept_w = weights.kept(plan, weight, w_inner, given)
         ctx.save_for_backward(*kept_x, *kept_w)
         ctx.call = (plan, main_grad, late, len(kept_x), len(given))
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.features = x.shape[1]
+        ctx.state = state
         return out
 
     @staticmethod
@@ -78,7 +83,7 @@ class _Linear(torch.autograd.Function):
         (rows, columns), features = grad_output.shape, ctx.features
         dgrad = wgrad = bias_grad = None
         if plan.needs_dgrad or plan.needs_wgrad:
-            inner = products.grad_inner(plan, grad_output)
+            inner = products.grad_inner(plan, grad_output, ctx.state)
             if plan.needs_dgrad:
                 w_inner = weights.for_dgrad(plan, kept_w, columns, features, x_dtype)
                 dgrad = products.dgrad(plan, inner, w_inner, x_dtype, rows, features)
@@ -89,4 +94,4 @@ class _Linear(torch.autograd.Function):
                 )
         if bias_dtype is not None and ctx.needs_input_grad[2]:
             bias_grad = grad_output.sum(0).to(bias_dtype)
-        return (dgrad, wgrad, bias_grad, None, None, None, *[None] * given)
+        return (dgrad, wgrad, bias_grad, None, None, None, *products.state_grads(ctx.state), *[None] * given)

@@ -15,10 +15,11 @@ from tejit import compat
 from tejit.format_info import HIGH_PRECISION_DTYPES
 from tejit.nn import gradients, products, weights
 from tejit.nn.apply import KeepsAttached
+from tejit.nn.delayed_state import Delayed
 from tejit.nn.gradients import Late, PutOff
 from tejit.nn.naming import Named, checked_name
-from tejit.nn.products import Plan
-from tejit.recipe import LinearQuantizers, Recipe, current_recipe
+from tejit.nn.products import Plan, State
+from tejit.recipe import LinearQuantizers, Recipe, current_group, current_recipe
 from tejit.tensor.quantizer import Inner
 
 Self = TypeVar("Self", bound="QuantizedModule")
@@ -43,6 +44,7 @@ class Product(NamedTuple):
         main_grad: what the weight's gradient is accumulated into, or None.
         late: what eager backward does beside computing it, or None.
         given: the weight's buffers where it came quantized, else empty.
+        state: the module's state of delayed scaling.
     """
 
     plan: Plan
@@ -50,6 +52,7 @@ class Product(NamedTuple):
     main_grad: Tensor | None
     late: Late | None
     given: Inner
+    state: State
 
 
 def checked_dtype(dtype: torch.dtype | None, params_dtype: torch.dtype | None) -> torch.dtype | None:
@@ -64,10 +67,11 @@ def checked_dtype(dtype: torch.dtype | None, params_dtype: torch.dtype | None) -
     return dtype if dtype is not None else params_dtype
 
 
-class QuantizedModule(KeepsAttached, Named, nn.Module):
+class QuantizedModule(Delayed, KeepsAttached, Named, nn.Module):
     """Base of the modules that quantize under ``tejit.autocast``; a mixin where torch has the module too.
 
-    A subclass calls :meth:`_init_quantized` after ``nn.Module.__init__``. In forward it asks :meth:`_quantizers` (None
+    A subclass calls :meth:`_init_quantized` after ``nn.Module.__init__`` and ``_init_delayed`` when the parameters are
+    there, with ``_products`` set to the number of its linear products. In forward it asks :meth:`_quantizers` (None
     means high precision) and makes one :meth:`_product` a linear product, whose numbers are ``index``.
     """
 
@@ -111,7 +115,7 @@ class QuantizedModule(KeepsAttached, Named, nn.Module):
         self._begin()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in _OWN}
+        return {name: value for name, value in super().__getstate__().items() if name not in _OWN}
 
     # -- what forward asks --------------------------------------------------------------------------------------
     def _recipe(self) -> Recipe | None:
@@ -188,6 +192,15 @@ class QuantizedModule(KeepsAttached, Named, nn.Module):
         """
         grad = torch.is_grad_enabled()
         needs_dgrad, needs_wgrad = grad and needs_dgrad, grad and weight.requires_grad
+        if quantizers.delayed is not None and self.save_original_input:
+            raise ValueError(
+                "save_original_input=True and delayed scaling do not go together: by the time of backward the scale may"
+                " be another one"
+            )
+        state, delayed = self._delayed_state(quantizers.delayed)
+        if not (needs_dgrad or needs_wgrad):
+            state = state._replace(anchor=None)  # it would make the output require a gradient
+        group = current_group()
         source, usages = weights.CALL, (True, True)
         given: Inner = ()
         if weights.is_quantized(weight):
@@ -195,7 +208,8 @@ class QuantizedModule(KeepsAttached, Named, nn.Module):
             quantizers, usages, given = self._read(quantizers, weight, parameter)
         elif is_first_microbatch is not None:
             source = weights.WORKSPACE
-            given = self._cached(quantizers, weight, needs_dgrad, is_first_microbatch, parameter)
+            writing = Plan(quantizers, False, False, index * products.SLOTS, group=group)
+            given = self._cached(writing, state, weight, needs_dgrad, is_first_microbatch, parameter)
         main_grad, late, accumulate = None, None, True
         if needs_wgrad and (self.fuse_wgrad_accumulation or self.delay_wgrad_compute):
             owner = getattr(self, parameter)
@@ -212,8 +226,10 @@ class QuantizedModule(KeepsAttached, Named, nn.Module):
             usages,
             self.save_original_input,
             accumulate,
+            group,
+            delayed,
         )
-        return Product(plan, weight, main_grad, late, given)
+        return Product(plan, weight, main_grad, late, given, state)
 
     def _read(self, quantizers: LinearQuantizers, weight: Any, parameter: str) -> Any:
         """``weights.reading``, whose checks are made once for a parameter's quantizer in eager."""
@@ -266,12 +282,13 @@ class QuantizedModule(KeepsAttached, Named, nn.Module):
 
     # -- the workspace ------------------------------------------------------------------------------------------
     def _cached(
-        self, quantizers: LinearQuantizers, weight: Tensor, needs_dgrad: bool, is_first: bool, parameter: str
+        self, plan: Plan, state: State, weight: Tensor, needs_dgrad: bool, is_first: bool, parameter: str
     ) -> Inner:
         """The weight's buffers in the workspace, quantized anew in the first microbatch.
 
         Raises ``RuntimeError`` where no first microbatch filled it in this form.
         """
+        quantizers = plan.quantizers
         both = needs_dgrad and quantizers.backward_override is None
         compiling = torch.compiler.is_compiling()
         if not (is_first or compiling):
@@ -301,7 +318,7 @@ class QuantizedModule(KeepsAttached, Named, nn.Module):
         inner = tuple([None if name is None else getattr(self, name) for name in buffers])
         if is_first:
             with torch.no_grad():
-                made = products.quantized(quantizer, weight.detach(), multiple)
+                made = products.quantized(quantizer, weight.detach(), multiple, plan, state, products.WEIGHT)
                 for buffer, new in zip(inner, made, strict=True):
                     if buffer is not None and new is not None:
                         buffer.copy_(new)

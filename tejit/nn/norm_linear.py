@@ -88,6 +88,7 @@ class LayerNormLinear(NormedModule):
             "bias", nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
         )
         self.reset_parameters()
+        self._init_delayed(self.weight.device)
         init.quantize_parameters(self, {"weight": self.name})
 
     def reset_parameters(self) -> None:
@@ -105,6 +106,7 @@ class LayerNormLinear(NormedModule):
         bias = None if self.return_bias else self.bias
         if quantizers is None:
             y = self._plain_norm(x)
+            self._calibrate(y, self.weight)
             out = F.linear(y, weights.values(self.weight), bias)
         else:
             out, y = self._quantized(x, bias, quantizers, is_first_microbatch)

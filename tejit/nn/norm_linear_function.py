@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from tejit import compat
 from tejit.nn import fused, gradients, products, weights
 from tejit.nn.gradients import Late
 from tejit.nn.module import Product
-from tejit.nn.products import Plan
+from tejit.nn.products import NO_STATE, Plan, State
 from tejit.tensor.quantizer import Inner
 
 
@@ -64,12 +65,12 @@ def norm_linear(
     Returns:
         ``(M, N)`` in the norm's output dtype; and the norm's output, where it is wanted, else None.
     """
-    plan, weight, main_grad, late, given = product
+    plan, weight, main_grad, late, given, state = product
     parameters = (norm_weight, norm_bias, weight, bias)
     if not any_needs_grad(x, *parameters):
-        out, normed, _ = _forward(x, *parameters, norm, plan, given)
+        out, normed, _ = _forward(x, *parameters, norm, plan, given, state)
         return out, normed.y
-    found = _NormLinear.apply(x, *parameters, norm, plan, main_grad, late, *given)
+    found = compat.apply(_NormLinear, x, *parameters, norm, plan, main_grad, late, *state, *given)
     return found if norm.returned else (found, None)
 
 
@@ -82,10 +83,11 @@ def _forward(
     norm: NormPlan,
     plan: Plan,
     given: Inner,
+    state: State,
 ) -> tuple[Tensor, Normed, Inner]:
     """The output, what the norm gave, and the weight's buffers."""
-    normed = quantized_norm(x, norm_weight, norm_bias, norm, plan)
-    w_inner = weights.operand(plan, weight, given)
+    normed = quantized_norm(x, norm_weight, norm_bias, norm, plan, state)
+    w_inner = weights.operand(plan, weight, given, state)
     out = products.fprop(plan, normed.inner, w_inner, bias, norm.dtype, x.shape[0], weight.shape[0])
     return out, normed, w_inner
 
@@ -105,14 +107,16 @@ class _NormLinear(torch.autograd.Function):
         plan: Plan,
         main_grad: Tensor | None,
         late: Late | None,
-        *given: Tensor | None,
+        *tensors: Tensor | None,
     ) -> Any:
+        state, given = State(*tensors[: len(NO_STATE)]), tensors[len(NO_STATE) :]
         parameters = (norm_weight, norm_bias, weight, bias)
-        out, normed, w_inner = _forward(x, *parameters, norm, plan, given)
+        out, normed, w_inner = _forward(x, *parameters, norm, plan, given, state)
         kept_w = weights.kept(plan, weight, w_inner, given)
         kept_x = (x, norm_weight, *normed.statistics) if plan.needs_dgrad else ()
         ctx.save_for_backward(*normed.kept, *kept_w, *kept_x)
-        ctx.plan, ctx.norm, ctx.main_grad, ctx.late = plan, norm, main_grad, late
+        ctx.plan, ctx.norm, ctx.state = plan, norm, state
+        ctx.main_grad, ctx.late = main_grad, late
         ctx.buffers = (len(normed.kept), len(kept_w))
         ctx.dtypes = tuple([None if t is None else t.dtype for t in parameters])
         ctx.columns = x.shape[1]
@@ -131,13 +135,14 @@ class _NormLinear(torch.autograd.Function):
             bias_grad = grad_output.sum(0).to(bias_dtype)
         dtypes = (ctx.norm.dtype, ctx.dtypes[2])
         dgrad, wgrad = product_gradients(
-            plan, ctx.main_grad, ctx.late, grad_output, kept_y, kept_w, ctx.columns, *dtypes
+            plan, ctx.main_grad, ctx.late, ctx.state, grad_output, kept_y, kept_w, ctx.columns, *dtypes
         )
         dx = norm_wgrad = norm_bias_grad = None
         if dgrad is not None:
             kept_x = saved[y_buffers + w_buffers :]
             dx, norm_wgrad, norm_bias_grad = norm_gradients(dgrad, grad_norm, kept_x, ctx.norm, ctx.dtypes)
-        return (dx, norm_wgrad, norm_bias_grad, wgrad, bias_grad, None, None, None, None, *[None] * ctx.given)
+        found = (dx, norm_wgrad, norm_bias_grad, wgrad, bias_grad, None, None, None, None)
+        return (*found, *products.state_grads(ctx.state), *[None] * ctx.given)
 
 
 def any_needs_grad(*tensors: Tensor | None) -> bool:
@@ -145,7 +150,7 @@ def any_needs_grad(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
-def quantized_norm(x: Tensor, weight: Tensor, bias: Tensor | None, norm: NormPlan, plan: Plan) -> Normed:
+def quantized_norm(x: Tensor, weight: Tensor, bias: Tensor | None, norm: NormPlan, plan: Plan, state: State) -> Normed:
     """The norm of ``x`` as the input of a product."""
     quantizer, multiple = products.input_quantizer(plan), plan.quantizers.alignment
     arguments = (x, weight, bias, norm.eps, norm.kind, norm.zero_centered_gamma)
@@ -153,9 +158,9 @@ def quantized_norm(x: Tensor, weight: Tensor, bias: Tensor | None, norm: NormPla
     if norm.returned or products.keeps_input(plan):
         y, mean, rstd = fused.norm(*arguments)
         low = y if y.dtype == norm.dtype else y.to(norm.dtype)
-        inner = products.quantized(quantizer, low, multiple)
+        inner = products.quantized(quantizer, low, multiple, plan, state, products.INPUT)
     else:
-        inner, mean, rstd = fused.normed(*arguments, quantizer, multiple, norm.dtype)
+        inner, mean, rstd = fused.normed(*arguments, quantizer, multiple, norm.dtype, plan, state)
     return Normed(inner, y if norm.returned else None, products.kept_input(plan, low, inner), (rstd, mean))
 
 
@@ -163,6 +168,7 @@ def product_gradients(
     plan: Plan,
     main_grad: Tensor | None,
     late: Late | None,
+    state: State,
     grad_output: Tensor,
     kept_x: Inner,
     kept_w: Inner,
@@ -174,7 +180,7 @@ def product_gradients(
     rows, columns = grad_output.shape
     dgrad = wgrad = None
     if plan.needs_dgrad or plan.needs_wgrad:
-        inner = products.grad_inner(plan, grad_output)
+        inner = products.grad_inner(plan, grad_output, state)
         if plan.needs_dgrad:
             w_inner = weights.for_dgrad(plan, kept_w, columns, features, dtype)
             dgrad = products.dgrad(plan, inner, w_inner, dtype, rows, features)

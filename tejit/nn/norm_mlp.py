@@ -63,6 +63,7 @@ class LayerNormMLP(NormedModule):
     has twice the rows: the activation's input first, then the gate. Errors of forward are those of ``tejit.Linear``.
     """
 
+    _products = 2
     fc1_bias: nn.Parameter | None
     fc2_bias: nn.Parameter | None
 
@@ -114,6 +115,7 @@ class LayerNormMLP(NormedModule):
                 f"{layer}_bias", nn.Parameter(torch.empty(shape[0], device=device, dtype=dtype)) if bias else None
             )
         self.reset_parameters()
+        self._init_delayed(self.fc1_weight.device)
         init.quantize_parameters(self, {"fc1_weight": (self.name, "fc1"), "fc2_weight": (self.name, "fc2")})
 
     def reset_parameters(self) -> None:
@@ -145,6 +147,7 @@ class LayerNormMLP(NormedModule):
                 return self._quantized(x, one, two, is_first)
         y = self._plain_norm(x)
         h = _plain_activation(F.linear(y, weights.values(self.fc1_weight), self.fc1_bias), self.activation)
+        self._calibrate(y, self.fc1_weight, h, self.fc2_weight, products=("fc1", "fc2"))
         out = F.linear(h, weights.values(self.fc2_weight), None if self.return_bias else self.fc2_bias)
         return out, y if self.return_layernorm_output else None
 

@@ -64,12 +64,23 @@ def variants(quantizer: Quantizer) -> Variants:
     )
 
 
+class DelayedRule(NamedTuple):
+    """How the state of delayed scaling rolls, see ``DelayedScaling``; the maxima are those of the element types."""
+
+    forward_max: float
+    backward_max: float
+    margin: int
+    length: int
+    algo: str
+    reduce_amax: bool
+
+
 class LinearQuantizers(NamedTuple):
     """What a linear layer quantizes: ``y = input @ weight.T`` and the two products with ``grad_output``.
 
-    ``alignment`` is what all sizes of the operands are padded to; the next three say whether a GEMM may accumulate
+    ``alignment`` is what all sizes of the operands are padded to; ``fast_accum_*`` say whether a GEMM may accumulate
     in fewer bits than float32 has; ``backward_override`` is the recipe's; ``weight_key`` is equal where weights are
-    quantized alike.
+    quantized alike. With ``delayed`` the scales come from the module's state, which rolls by that rule.
     """
 
     input: Variants
@@ -81,6 +92,7 @@ class LinearQuantizers(NamedTuple):
     fast_accum_wgrad: bool
     backward_override: str | None
     weight_key: str
+    delayed: DelayedRule | None = None
 
 
 def linear_quantizers(

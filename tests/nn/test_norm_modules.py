@@ -150,7 +150,7 @@ class Parts(nn.Module):
         self.layers = []
         for layer in layers:
             weight, bias = getattr(module, f"{layer}weight"), getattr(module, f"{layer}bias")
-            linear = tejit.Linear(weight.shape[1], weight.shape[0], device="meta")
+            linear = tejit.Linear(weight.shape[1], weight.shape[0], device=weight.device)
             linear.weight, linear.bias = weight, bias
             self.layers.append(linear)
 
