@@ -1,6 +1,7 @@
 // The one unit of an architecture part: the kernels of every format, then what finds them by name.
 #include "fp8/current.cu"
 #include "fp8_block/block.cu"
+#include "fused/fused.cu"
 #include "mxfp8/mxfp8.cu"
 #include "nvfp4/nvfp4.cu"
 
@@ -18,6 +19,7 @@ extern "C" __attribute__((visibility("default"))) void* tejit_part_kernel(const 
 #undef TEJIT_ENTRY
 #define TEJIT_ENTRY(NAME, ...) {#NAME, reinterpret_cast<const void*>(&NAME)},
           TEJIT_FP8_BLOCK_EVERY(TEJIT_ENTRY) TEJIT_MXFP8_EVERY(TEJIT_ENTRY) TEJIT_NVFP4_KERNELS(TEJIT_ENTRY)
+              TEJIT_FUSED_KERNELS(TEJIT_ENTRY)
 #undef TEJIT_ENTRY
   };
   for (const auto& entry : kTable) {

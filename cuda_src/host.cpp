@@ -3,6 +3,7 @@
 // in every torch from 2.11 on.
 #include <unistd.h>
 
+#include "activation/ops.h"
 #include "common/boxed.h"
 #include "common/error.h"
 #include "common/parts.h"
@@ -10,6 +11,7 @@
 #include "fp8/ops.h"
 #include "fp8_block/ops.h"
 #include "mxfp8/ops.h"
+#include "norm/ops.h"
 #include "nvfp4/ops.h"
 
 STABLE_TORCH_LIBRARY_IMPL(tejit, CPU, library) {
@@ -27,6 +29,10 @@ STABLE_TORCH_LIBRARY_IMPL(tejit, CPU, library) {
   library.impl("nvfp4_quantize", TORCH_BOX(&tejit::nvfp4::quantize<false>));
   library.impl("nvfp4_quantize_out", TORCH_BOX(&tejit::nvfp4::quantize_out<false>));
   library.impl("nvfp4_amax", TORCH_BOX(&tejit::nvfp4::amax<false>));
+  library.impl("activation", TORCH_BOX(&tejit::activation::activate<false>));
+  library.impl("activation_quantize", TORCH_BOX(&tejit::activation::activation_quantize<false>));
+  library.impl("norm", TORCH_BOX(&tejit::norm::norm<false>));
+  library.impl("norm_quantize", TORCH_BOX(&tejit::norm::norm_quantize<false>));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(tejit, CUDA, library) {
@@ -48,6 +54,13 @@ STABLE_TORCH_LIBRARY_IMPL(tejit, CUDA, library) {
   library.impl("nvfp4_quantize", on_cuda<&nvfp4::quantize<true>, nvfp4::kQuantizeOp>);
   library.impl("nvfp4_quantize_out", on_cuda<&nvfp4::quantize_out<true>, nvfp4::kQuantizeOutOp>);
   library.impl("nvfp4_amax", on_cuda<&nvfp4::amax<true>, nvfp4::kAmaxOp>);
+  namespace activation = tejit::activation;
+  library.impl("activation", on_cuda<&activation::activate<true>, activation::kActivationOp>);
+  library.impl("activation_quantize",
+               on_cuda<&activation::activation_quantize<true>, activation::kQuantizeOp>);
+  namespace norm = tejit::norm;
+  library.impl("norm", on_cuda<&norm::norm<true>, norm::kNormOp>);
+  library.impl("norm_quantize", on_cuda<&norm::norm_quantize<true>, norm::kQuantizeOp>);
 }
 
 // No tensor among its arguments, so no device either that the dispatcher could see.

@@ -13,6 +13,7 @@ struct BF16 {
   static constexpr int kBytes = 2;
   static constexpr int kWordElements = 2;  // of a word in registers
   static constexpr int kPerVector = 8;
+  static constexpr bool kFused = false;  // what is loaded is what is cast
 
   TEJIT_DEVICE explicit BF16(int) {}
 
@@ -127,10 +128,21 @@ struct F16 {
   }
 };
 
+// The element type T as a kernel with these arguments needs it.
+template <typename T, typename Args>
+TEJIT_DEVICE T type_of(const Args& args) {
+  if constexpr (T::kFused) {
+    return T(args.source);
+  } else {
+    return T(args.half);
+  }
+}
+
 struct Any {
   static constexpr float kLargest = 3.402823466e+38f;
   static constexpr int kWordElements = 1;
   static constexpr int kPerVector = 4;
+  static constexpr bool kFused = false;
 
   const bool half;  // float16 in memory
 
@@ -183,5 +195,19 @@ struct Any {
  private:
   TEJIT_DEVICE static u32 wide(u32 h) { return __float_as_uint(f32_of_f16(static_cast<u16>(h))); }
 };
+
+// One element of a dtype that only the arguments know: 0 float32, 1 float16, 2 bfloat16.
+TEJIT_DEVICE float load_any(const void* p, int dtype, i64 i) {
+  if (dtype == 0) return F32::load(p, i);
+  return dtype == 1 ? F16::load(p, i) : BF16::load(p, i);
+}
+
+TEJIT_DEVICE void store_any(void* p, int dtype, i64 i, float f) {
+  if (dtype == 0) {
+    static_cast<float*>(p)[i] = f;
+  } else {
+    static_cast<u16*>(p)[i] = dtype == 1 ? f16_of(f) : static_cast<u16>(bf16x2_of(f, 0.0f) & 0xffffu);
+  }
+}
 
 }  // namespace tejit

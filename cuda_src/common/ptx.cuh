@@ -121,6 +121,13 @@ TEJIT_DEVICE float f32_of_f16(u16 h) {
   return f;
 }
 
+// Rounded to nearest even; beyond the largest number inf.
+TEJIT_DEVICE u16 f16_of(float f) {
+  u16 h;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(f));
+  return h;
+}
+
 // Packed bfloat16 by magnitude. The larger |x|, a NaN before every number; its sign is left over from both.
 TEJIT_DEVICE u32 max_abs_or_nan_bf16x2(u32 a, u32 b) {
   u32 m;
@@ -148,6 +155,14 @@ TEJIT_DEVICE float multiply_up_to_1(float a, float b) {
   float p;
   asm("mul.rn.sat.f32 %0, %1, %2;" : "=f"(p) : "f"(a), "f"(b));
   return p;
+}
+
+// 1 / d to nearest, for d from 1 to 2^126: the division of those numbers without the branch for others. The
+// approximation is off by a unit in the last place at most; one step of Newton's then rounds right.
+TEJIT_DEVICE float reciprocal_from_1(float d) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(d));
+  return __fmaf_rn(r, __fmaf_rn(-d, r, 1.0f), r);
 }
 
 // Rounded to nearest even; `lo` in the lower half.

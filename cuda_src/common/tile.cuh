@@ -86,13 +86,13 @@ struct Tile {
 
   TEJIT_DEVICE explicit Tile(const Args& a)
       : args(a),
-        type(a.half),
+        type(type_of<T>(a)),
         tile_cols(static_cast<u32>((a.cols + kCols - 1) / kCols)),
         tile_rows(static_cast<u32>((a.rows + Plan::kRows - 1) / Plan::kRows)),
         policy(Plan::kLoad == Load::kEvictFirst ? evict_first_policy() : 0),
         lane(threadIdx.x % Plan::kLanes),
         quad(threadIdx.x / Plan::kLanes),
-        wide_x(a.cols % kPer == 0 && reinterpret_cast<u64>(a.x) % (kPer * type.bytes()) == 0),
+        wide_x(T::kFused || (a.cols % kPer == 0 && reinterpret_cast<u64>(a.x) % (kPer * type.bytes()) == 0)),
         wide_row(a.cols % kPer == 0 && takes_vectors<T>(a.row)) {}
 
   // Of this block.
@@ -113,7 +113,17 @@ struct Tile {
   }
 
   TEJIT_DEVICE const char* first_address(Place p) const {
-    return static_cast<const char*>(args.x) + first_element(p) * type.bytes();
+    const i64 first = (row0(p) + quad * 4) * x_pitch() + col0(p) + lane * kPer;
+    return static_cast<const char*>(args.x) + first * type.bytes();
+  }
+
+  // Elements from row to row of x.
+  TEJIT_DEVICE i64 x_pitch() const {
+    if constexpr (T::kFused) {
+      return args.source.pitch;
+    } else {
+      return args.cols;
+    }
   }
 
   // How many rows of the tile a thread has from its own first one on: none where its columns are past the
@@ -122,14 +132,23 @@ struct Tile {
     return cols_left(p) > lane * kPer ? rows_left(p) - quad * 4 : 0;
   }
 
+  // The same of x, which a fused cast pads.
+  TEJIT_DEVICE int x_rows_left_here(Place p) const {
+    if constexpr (T::kFused) {
+      return cols_left(p) > lane * kPer ? clamp_left(args.source.rows - row0(p)) - quad * 4 : 0;
+    } else {
+      return rows_left_here(p);
+    }
+  }
+
   // The last row of a thread, counted from its first.
   static constexpr int kReach = (kSteps - 1) * kQuadStep * 4 + 3;
 
   // Past the edges 0, which no maximum notices. What was loaded is to be settled before it is used.
   TEJIT_DEVICE void load(Place p) {
-    const int rows = rows_left_here(p);
+    const int rows = x_rows_left_here(p);
     const char* from = first_address(p);
-    const i64 pitch = args.cols * type.bytes();
+    const i64 pitch = x_pitch() * type.bytes();
     if (wide_x && rows > kReach) {
       each_vector([&](int s, int r, int row) {
         v[s][r] = type.template load_vector<Plan::kLoad>(from + row * pitch, policy);
@@ -141,7 +160,7 @@ struct Tile {
       each_vector([&](int s, int r, int row) {
         if (row < rows) v[s][r] = type.template load_vector<Plan::kLoad>(from + row * pitch, policy);
       });
-    } else if (rows > 0) {
+    } else if (!T::kFused && rows > 0) {
       const int cols = cols_left(p) - lane * kPer;
 #pragma unroll
       for (int s = 0; s < kSteps; ++s) {
@@ -163,8 +182,23 @@ struct Tile {
     }
   }
 
-  TEJIT_DEVICE void settle() {
-    if (wide_x) each_vector([&](int s, int r, int) { v[s][r] = type.settled(v[s][r]); });
+  TEJIT_DEVICE void settle(Place p) {
+    if constexpr (T::kFused) {
+      constexpr int kQuadsHere = 32 / Plan::kLanes, kRowsHere = kQuadsHere * 4;  // of a warp, in a step
+      static_assert(kSteps * kRowsHere <= 32, "a thread for each row of a warp");
+      wait_for_previous_kernel();
+      const int rows = x_rows_left_here(p), in_warp = threadIdx.x % 32;
+      const i64 own = row0(p) + in_warp / kRowsHere * (kQuadStep * 4) + threadIdx.x / 32 * kRowsHere +
+                      in_warp % kRowsHere;
+      const auto shared = type.row(own, in_warp < kSteps * kRowsHere);
+      const auto columns = type.columns(col0(p) + lane * kPer, rows > 0);
+      each_vector([&](int s, int r, int row) {
+        v[s][r] = type.finish(v[s][r], shared, s * kRowsHere + quad % kQuadsHere * 4 + r, columns,
+                              row0(p) + quad * 4 + row, col0(p) + lane * kPer, row < rows);
+      });
+    } else {
+      if (wide_x) each_vector([&](int s, int r, int) { v[s][r] = type.settled(v[s][r]); });
+    }
   }
 
   // f(step, row of the step's four, row counted from the thread's first)

@@ -9,14 +9,14 @@
 namespace tejit {
 namespace fp8 {
 
-template <typename T, typename Plan>
-struct TileCast : Tile<T, Plan, CastArgs> {
-  using Base = Tile<T, Plan, CastArgs>;
+template <typename T, typename Plan, typename Args>
+struct TileCast : Tile<T, Plan, Args> {
+  using Base = Tile<T, Plan, Args>;
   using Base::args;
   using Base::kPer;
   using Base::v;
 
-  TEJIT_DEVICE explicit TileCast(const CastArgs& a) : Base(a) {}
+  TEJIT_DEVICE explicit TileCast(const Args& a) : Base(a) {}
 
   TEJIT_DEVICE void convert(Place p, float scale, u32* buffer) const {
 #pragma unroll
@@ -35,7 +35,7 @@ struct TileCast : Tile<T, Plan, CastArgs> {
     const float scale = scale_of_block<Plan::kThreads>(args);
     const u32 so_far = amax_so_far(args);
     u32 m = 0;
-    this->settle();
+    this->settle(here);
     this->each_vector([&](int s, int r, int) { m = T::amax_step(m, v[s][r]); });
     convert(here, scale, buffer);
     __syncthreads();
@@ -44,9 +44,9 @@ struct TileCast : Tile<T, Plan, CastArgs> {
   }
 };
 
-template <typename T, typename Plan>
-TEJIT_DEVICE void cast_transpose(const CastArgs& args) {
-  using Cast = TileCast<T, Plan>;
+template <typename T, typename Plan, typename Args>
+TEJIT_DEVICE void cast_transpose(const Args& args) {
+  using Cast = TileCast<T, Plan, Args>;
   alignas(16) __shared__ u32 buffer[Cast::kCols * Cast::kQuads];
   if (is_noop(args.noop)) return;
   Cast(args).run(buffer);

@@ -26,9 +26,9 @@ struct Maxima {
   static constexpr int kPitch = kWords + kWords / 16;
 };
 
-template <typename T, typename Plan, bool kTranspose>
-struct BlockCast : Tile<T, Plan, BlockArgs> {
-  using Base = Tile<T, Plan, BlockArgs>;
+template <typename T, typename Plan, bool kTranspose, typename Args>
+struct BlockCast : Tile<T, Plan, Args> {
+  using Base = Tile<T, Plan, Args>;
   using Memory = Maxima<T, Plan::kThreads>;
   using Base::args;
   using Base::kPer;
@@ -38,7 +38,7 @@ struct BlockCast : Tile<T, Plan, BlockArgs> {
   static constexpr int kSteps = Base::kSteps;
   static constexpr u32 kAll = 0xffffffffu;
 
-  TEJIT_DEVICE explicit BlockCast(const BlockArgs& a) : Base(a) {}
+  TEJIT_DEVICE explicit BlockCast(const Args& a) : Base(a) {}
 
   TEJIT_DEVICE float scale_of(float amax) const {
     return fp8::scale_from_amax(amax, fp8::largest(args.fp8 != 0), args.pow2 != 0, args.eps, args.limit);
@@ -83,7 +83,7 @@ struct BlockCast : Tile<T, Plan, BlockArgs> {
     const Place here = this->place();
     this->load(here);
     u32 m = 0;
-    this->settle();
+    this->settle(here);
     this->each_vector([&](int s, int r, int) { m = T::amax_step(m, v[s][r]); });
     const float scale = scale_of(block_max<Plan::kThreads>(T::amax_result(m), maxima));
     if (threadIdx.x < 4) put_square_scale(here, scale);
@@ -187,7 +187,7 @@ struct BlockCast : Tile<T, Plan, BlockArgs> {
   TEJIT_DEVICE void vectors(u32* codes, u32* maxima, float* scales) {
     const Place here = this->place();
     this->load(here);
-    this->settle();
+    this->settle(here);
     if constexpr (kTranspose) {
       column_maxima(maxima);
       __syncthreads();
@@ -233,11 +233,11 @@ struct Shared<T, kThreads, 2, true> {
 };
 
 // kDim: 1 for 1x128 and 128x1, 2 for 128x128.
-template <typename T, typename Plan, int kDim, bool kTranspose>
-TEJIT_DEVICE void quantize_blocks(const BlockArgs& args) {
+template <typename T, typename Plan, int kDim, bool kTranspose, typename Args>
+TEJIT_DEVICE void quantize_blocks(const Args& args) {
   __shared__ Shared<T, Plan::kThreads, kDim, kTranspose> memory;
   if (fp8::is_noop(args.noop)) return;
-  BlockCast<T, Plan, kTranspose> cast(args);
+  BlockCast<T, Plan, kTranspose, Args> cast(args);
   if constexpr (kDim == 1 && kTranspose) {
     cast.vectors(memory.codes, memory.maxima, memory.scales);
   } else if constexpr (kDim == 1) {

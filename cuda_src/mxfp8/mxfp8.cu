@@ -6,7 +6,7 @@
                                                tejit::mxfp8::SHAPE::kBlocksPerSM) \
       NAME(const __grid_constant__ tejit::mxfp8::Args args) {                     \
     if (tejit::fp8::is_noop(args.noop)) return;                                   \
-    tejit::mxfp8::Quantize<tejit::mxfp8::T>(args).run();                          \
+    tejit::mxfp8::Quantize<tejit::mxfp8::T, tejit::mxfp8::Args>(args).run();      \
   }
 
 #define TEJIT_MXFP8_EVERY(X)              \

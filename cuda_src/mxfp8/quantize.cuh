@@ -84,9 +84,10 @@ struct Vectors : BF16 {
 // Any dtype at any address, as float32.
 struct Words : F32 {
   static constexpr bool kAny = true;
+  static constexpr bool kFused = false;
 };
 
-template <typename T, Load kLoad = Load::kCached, Store kStore = Store::kStream>
+template <typename T, typename Args, Load kLoad = Load::kCached, Store kStore = Store::kStream>
 struct Quantize {
   static constexpr u32 kAll = 0xffffffffu;
   static constexpr int kPer = T::kPerVector;
@@ -125,15 +126,17 @@ struct Quantize {
     cols = clamp_left(args.cols - k0);
     rows = cols > 0 ? clamp_left(args.rows - m0) : 0;
     const int size = T::kAny && args.dtype != 0 ? 2 : T::kBytes;
-    const char* from = static_cast<const char*>(args.x) + (m0 * args.cols + k0) * size;
-    const i64 pitch = args.cols * kGroups * size;
+    i64 elements = args.cols;  // from row to row
+    if constexpr (T::kFused) elements = args.source.pitch;
+    const char* from = static_cast<const char*>(args.x) + (m0 * elements + k0) * size;
+    const i64 pitch = elements * kGroups * size;
     if constexpr (T::kAny) {
       if (size == 2) return load_halves(from, pitch);
     }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       v[r] = make_uint4(0, 0, 0, 0);
-      if (r * kGroups < rows) {
+      if (r * kGroups < x_rows()) {
         if (!T::kAny || args.wide) {
           v[r] = load16<kLoad>(from + r * pitch, policy);
         } else {
@@ -144,6 +147,15 @@ struct Quantize {
           if (cols > 3) v[r].w = load4(at + 3);
         }
       }
+    }
+  }
+
+  // How many of the thread's rows lie in x, which a fused cast pads.
+  TEJIT_DEVICE int x_rows() const {
+    if constexpr (T::kFused) {
+      return cols > 0 ? clamp_left(args.source.rows - m0) : 0;
+    } else {
+      return rows;
     }
   }
 
@@ -325,6 +337,19 @@ struct Quantize {
     }
   }
 
+  // What lies behind x's last row in a padded output is 0.
+  TEJIT_DEVICE void fuse(const T& type) {
+    wait_for_previous_kernel();
+    const int there = x_rows();
+    const auto shared = type.row(m0 - group + threadIdx.x % 32, true);
+    const auto columns = type.columns(k0, there > 0);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      v[r] =
+          type.finish(v[r], shared, r * kGroups + group, columns, m0 + r * kGroups, k0, r * kGroups < there);
+    }
+  }
+
   TEJIT_DEVICE void run() {
     const u32 t = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
     if (t >= tiles()) return;
@@ -332,6 +357,7 @@ struct Quantize {
     if constexpr (T::kAny) {
       if (args.dtype != 0) widen_halves();
     }
+    if constexpr (T::kFused) fuse(T(args.source));
     Scales s;
     u32 c[4];
     if (args.col != nullptr || args.square) column_maxima(c);

@@ -14,6 +14,7 @@ from torch import Tensor
 from tejit.dynamo import register_value_opaque_quantizer
 from tejit.format_info import FP8_BLOCK, fp8_element
 from tejit.kernels import fp8, fp8_block
+from tejit.kernels.fused import FUSED_BLOCKS, Cast
 from tejit.kernels.gemm import Operand
 from tejit.tensor import InnerTensor, QuantizedTensor, QuantizedTensorStorage, Quantizer
 from tejit.tensor.dispatch import aten, swaps_matrix
@@ -111,6 +112,15 @@ class Float8BlockQuantizer(Quantizer):
             self.force_pow_2_scales,
             self.amax_epsilon,
         )
+        return self._present(four)
+
+    def fused_cast(self, x: Tensor) -> Cast | None:
+        if self.block_scaling_dim != 1:
+            return None
+        code, usage = fp8_element(self.fp8_dtype).code, (self.rowwise_usage, self.columnwise_usage)
+        return Cast(FUSED_BLOCKS, code, *usage, self.force_pow_2_scales, self.amax_epsilon)
+
+    def fused_inner(self, four: fp8_block.Four) -> Inner:
         return self._present(four)
 
     def _present(self, four: fp8_block.Four) -> Inner:

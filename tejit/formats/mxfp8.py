@@ -13,6 +13,7 @@ from torch import Tensor
 from tejit.dynamo import register_value_opaque_quantizer
 from tejit.format_info import MXFP8, fp8_element
 from tejit.kernels import mxfp8
+from tejit.kernels.fused import FUSED_MXFP8, Cast
 from tejit.kernels.gemm import Operand
 from tejit.tensor import InnerTensor, QuantizedTensor, QuantizedTensorStorage, Quantizer
 from tejit.tensor.dispatch import aten
@@ -112,6 +113,15 @@ class MXFP8Quantizer(Quantizer):
             self.with_2d_quantization,
             self.optimize_for_gemm,
         )
+        return self._present(four)
+
+    def fused_cast(self, x: Tensor) -> Cast | None:
+        if self.with_2d_quantization:
+            return None
+        code, usage = fp8_element(self.fp8_dtype).code, (self.rowwise_usage, self.columnwise_usage)
+        return Cast(FUSED_MXFP8, code, *usage, self.optimize_for_gemm)
+
+    def fused_inner(self, four: mxfp8.Four) -> Inner:
         return self._present(four)
 
     def _present(self, four: mxfp8.Four) -> Inner:

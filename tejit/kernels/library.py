@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from tejit.kernels import backend
+from tejit.kernels.activation import fake as activation_fake
+from tejit.kernels.activation import reference as activation_reference
 from tejit.kernels.fp8 import delayed as fp8_delayed
 from tejit.kernels.fp8 import fake as fp8_fake
 from tejit.kernels.fp8 import reference as fp8_reference
@@ -20,6 +22,8 @@ from tejit.kernels.fp8_block import fake as fp8_block_fake
 from tejit.kernels.fp8_block import reference as fp8_block_reference
 from tejit.kernels.mxfp8 import fake as mxfp8_fake
 from tejit.kernels.mxfp8 import reference as mxfp8_reference
+from tejit.kernels.norm import fake as norm_fake
+from tejit.kernels.norm import reference as norm_reference
 from tejit.kernels.nvfp4 import fake as nvfp4_fake
 from tejit.kernels.nvfp4 import reference as nvfp4_reference
 
@@ -173,4 +177,35 @@ _define(
     mxfp8_reference.make_empty,
     mxfp8_fake.make_empty,
     native=False,
+)
+
+#: The arguments of a ``fused.Cast``, with which every op ends that quantizes what it computes.
+_CAST = "int format, int fp8, bool rowwise, bool columnwise, bool flag, float floor, Tensor? scale, Tensor(a!)? amax"
+
+_define(
+    "norm",
+    "(Tensor x, Tensor? weight, Tensor? bias, float eps, bool rms, bool zero_centered)"
+    " -> (Tensor y, Tensor mean, Tensor rstd)",
+    norm_reference.norm,
+    norm_fake.norm,
+)
+_define(
+    "norm_quantize",
+    f"(Tensor x, Tensor? weight, Tensor? bias, float eps, bool rms, bool zero_centered, int multiple, {_CAST})"
+    " -> (Tensor row, Tensor row_scale_inv, Tensor col, Tensor col_scale_inv, Tensor mean, Tensor rstd)",
+    norm_reference.norm_quantize,
+    norm_fake.norm_quantize,
+)
+_define(
+    "activation",
+    "(Tensor x, int kind, bool gated) -> Tensor",
+    activation_reference.activation,
+    activation_fake.activation,
+)
+_define(
+    "activation_quantize",
+    f"(Tensor x, int kind, bool gated, int multiple, {_CAST})"
+    " -> (Tensor row, Tensor row_scale_inv, Tensor col, Tensor col_scale_inv)",
+    activation_reference.activation_quantize,
+    activation_fake.activation_quantize,
 )

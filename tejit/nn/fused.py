@@ -1,7 +1,9 @@
 """Norms and activations of the modules, forward and backward, and their quantized output.
 
-Every function computes in float32 and rounds once. ``normed`` and ``activated`` are what a kernel may do in one
-pass: its bytes are those of the composition here, ``norm`` or ``activate`` followed by ``products.quantized``.
+Every function computes in float32 and rounds once. ``normed`` and ``activated`` quantize in the kernel that computes,
+where the quantizer has such a cast: FP8 with current scaling, in blocks of 1x128, MXFP8. For the others (NVFP4, 2D
+blocks, Hybrid, recipes with delayed scaling, an amax that a group reduces) and where columns need padding they are
+``norm`` or ``activate``, then ``products.quantized``. The bytes are the same either way.
 """
 
 from __future__ import annotations
@@ -10,6 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tejit.kernels import norm as norm_kernels
+from tejit.kernels.activation import activation, activation_quantize
+from tejit.kernels.fused import Cast
+from tejit.kernels.padding import known_zero
 from tejit.nn import products
 from tejit.nn.products import NO_STATE, Plan, State
 from tejit.tensor import Quantizer
@@ -57,8 +63,13 @@ def normed(
     Returns:
         The quantizer's buffers, and ``mean`` and ``rstd`` as in :func:`norm`.
     """
-    y, mean, rstd = norm(x, weight, bias, eps, kind, zero_centered_gamma, dtype)
-    return products.quantized(quantizer, y, multiple, plan, state, products.INPUT), mean, rstd
+    cast = None if dtype is not None and dtype != x.dtype else _cast(quantizer, x, plan)
+    if cast is None or not known_zero(-x.shape[1] % multiple):
+        y, mean, rstd = norm(x, weight, bias, eps, kind, zero_centered_gamma, dtype)
+        return products.quantized(quantizer, y, multiple, plan, state, products.INPUT), mean, rstd
+    rms = kind == "RMSNorm"
+    four, mean, rstd = norm_kernels.norm_quantize(x, weight, bias, eps, rms, zero_centered_gamma, multiple, cast)
+    return quantizer.fused_inner(four), mean, rstd
 
 
 def norm(
@@ -87,15 +98,10 @@ def norm(
     Returns:
         ``(M, K)`` in ``dtype``; the mean, ``(M, 1)`` float32, None for ``RMSNorm``; ``rstd``, ``(M, 1)`` float32.
     """
-    centered, mean = x.float(), None
-    if kind == "LayerNorm":
-        mean = centered.mean(-1, keepdim=True)
-        centered = centered - mean
-    rstd = torch.rsqrt(centered.square().mean(-1, keepdim=True) + eps)
-    y = centered * rstd * _gamma(weight, zero_centered_gamma)
-    if bias is not None:
-        y = y + bias.float()
-    return _rounded(y, x.dtype if dtype is None else dtype), mean, rstd
+    wanted = x.dtype if dtype is None else dtype
+    values = _rounded(x, torch.float32) if wanted != x.dtype else x  # so that the only rounding is to what is wanted
+    y, mean, rstd = norm_kernels.norm(values, weight, bias, eps, kind == "RMSNorm", zero_centered_gamma)
+    return _rounded(y, wanted), mean, rstd
 
 
 def norm_backward(
@@ -124,7 +130,19 @@ def activated(
 
     ``plan`` and ``state`` are those of the product whose input this is, as in ``products.quantized``.
     """
-    return products.quantized(quantizer, activate(x, kind), multiple, plan, state, products.INPUT)
+    gated, cast = kind in GATED, _cast(quantizer, x, plan)
+    columns = x.shape[1] // 2 if gated else x.shape[1]
+    if cast is None or not known_zero(-columns % multiple):
+        return products.quantized(quantizer, activate(x, kind), multiple, plan, state, products.INPUT)
+    return quantizer.fused_inner(activation_quantize(x, ACTIVATIONS[kind], gated, multiple, cast))
+
+
+def _cast(quantizer: Quantizer, x: Tensor, plan: Plan | None) -> Cast | None:
+    """How the kernel that computes is to quantize; None where it cannot: a format that it does not know, an amax that a
+    group reduces, the state of a recipe with delayed scaling, which ``products.quantized`` finds the place of."""
+    if plan is not None and (plan.quantizers.delayed is not None or plan.group is not None):
+        return None
+    return quantizer.fused_cast(x)
 
 
 def activate(x: Tensor, kind: str) -> Tensor:
@@ -133,10 +151,7 @@ def activate(x: Tensor, kind: str) -> Tensor:
     ``kind`` is one of :data:`ACTIVATIONS`: ``gelu`` is the approximation by tanh (Hendrycks and Gimpel 2016), ``silu``
     is ``x * sigmoid(x)``, ``srelu`` is ``relu(x)^2`` (So et al. 2021), and the gated ones are those of Shazeer (2020).
     """
-    if kind not in GATED:
-        return _rounded(_function(x.float(), kind), x.dtype)
-    first, gate = _halves(x)
-    return _rounded(_function(first, ACTIVATIONS[kind]) * gate, x.dtype)
+    return activation(x, ACTIVATIONS[kind], kind in GATED)
 
 
 def activate_backward(grad: Tensor, x: Tensor, kind: str) -> Tensor:

@@ -62,6 +62,7 @@ class Ready:
         source, given = self.product.plan.weight_source, self.product.given
         if source == weights.CALL:
             return weight.device == self.device and weight.dtype is self.dtype
+        found: Inner
         if source == weights.PARAMETER:
             found = weight._data, weight._transpose, weight._scale_inv
         else:

@@ -11,6 +11,7 @@ from torch import Tensor
 from tejit import compat
 from tejit import device as hardware
 from tejit.format_info import FLT_MAX, HIGH_PRECISION_DTYPES
+from tejit.kernels.fused import Cast, Four
 from tejit.kernels.gemm import Operand
 
 Self = TypeVar("Self", bound="Quantizer")
@@ -154,6 +155,16 @@ class Quantizer(metaclass=compat.ValueMeta):
     def quantize_inner(self, x: Tensor, amax_reduction_group: Any = None) -> Inner:
         """The buffers of quantized ``x`` as plain tensors, in the storage's order, None for an absent one."""
         raise NotImplementedError(f"{type(self).__name__} does not define quantize_inner")
+
+    def fused_cast(self, x: Tensor) -> Cast | None:
+        """How an op that computes a tensor from ``x`` is to quantize it in the same kernel: with the bytes of
+        :meth:`quantize_inner`. None where no such op knows the format, and for a class of its own: who overrides
+        :meth:`quantize_inner` overrides this too. Traceable."""
+        return None
+
+    def fused_inner(self, four: Four) -> Inner:
+        """What :meth:`quantize_inner` returns, out of the buffers of an op that was given :meth:`fused_cast`."""
+        raise NotImplementedError(f"{type(self).__name__} does not define fused_inner")
 
     def _check_target(self, dst: Storage) -> None:
         """Raises where :meth:`_quantize_into` cannot write what this quantizer makes into ``dst``."""

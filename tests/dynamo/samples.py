@@ -44,7 +44,7 @@ Arguments = Iterator[tuple[str, tuple]]
 
 def kernel_ops(device: str) -> list[tuple[str, tuple]]:
     """``(op, arguments)`` of the ops that take plain arguments."""
-    return [*_fp8(device), *_fp8_block(device), *_mxfp8(device), *_nvfp4(device)]
+    return [*_fp8(device), *_fp8_block(device), *_mxfp8(device), *_nvfp4(device), *_norm(device), *_activation(device)]
 
 
 def quantizer_ops(device: str, quantizer: Quantizer) -> list[tuple[str, tuple]]:
@@ -137,3 +137,24 @@ def _nvfp4(device: str) -> Arguments:
     yield "nvfp4_amax", (x[:5], True, False, False, 0, True)
     yield "nvfp4_make_empty", ([32, 48], True, True, True, torch.device(device), False)
     yield "nvfp4_make_empty", ([16], True, False, False, torch.device(device), False)
+
+
+def _norm(device: str) -> Arguments:
+    x = torch.randn(40, 96, dtype=torch.bfloat16, device=device)
+    weight, bias = torch.randn(2, 96, device=device)
+    scale, amax = torch.ones(2, 1, device=device)
+    yield "norm", (x, weight, bias, 1e-5, False, True)
+    yield "norm", (x[:0], None, None, 0.0, True, False)
+    yield "norm_quantize", (x, weight, bias, 1e-5, False, True, 16, 0, 0, True, True, True, 0.5, None, None)
+    yield "norm_quantize", (x, weight, None, 1e-5, True, False, 1, 1, 1, True, False, False, 0.0, scale, amax)
+    yield "norm_quantize", (x, None, bias, 1e-5, False, False, 1, 2, 0, True, True, True, 0.0, None, None)
+    yield "norm_quantize", (x, weight, None, 1e-5, True, True, 32, 3, 0, False, True, True, 0.0, None, None)
+
+
+def _activation(device: str) -> Arguments:
+    x = torch.randn(40, 96, dtype=torch.bfloat16, device=device)
+    scale, amax = torch.ones(2, 1, device=device)
+    yield "activation", (x, 0, True)
+    yield "activation_quantize", (x, 2, True, 16, 0, 0, True, True, True, 0.5, None, None)
+    yield "activation_quantize", (x, 1, False, 1, 1, 1, True, False, False, 0.0, scale, amax)
+    yield "activation_quantize", (x, 3, False, 32, 3, 0, True, True, True, 0.0, None, None)

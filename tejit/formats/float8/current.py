@@ -10,6 +10,7 @@ from tejit.dynamo import register_value_opaque_quantizer
 from tejit.format_info import fp8_element
 from tejit.formats.float8.quantizer import Float8TensorQuantizer
 from tejit.kernels import fp8
+from tejit.kernels.fused import FUSED_CURRENT, Cast
 from tejit.tensor import QuantizedTensorStorage
 from tejit.tensor.quantizer import Inner, checked_epsilon
 
@@ -75,6 +76,10 @@ class Float8CurrentScalingQuantizer(Float8TensorQuantizer):
             return codes if data else None, transposed if transpose else None, scale_inv
 
         return cast
+
+    def fused_cast(self, x: Tensor) -> Cast | None:
+        code, usage = fp8_element(self.fp8_dtype).code, self._wants(x.device)
+        return Cast(FUSED_CURRENT, code, *usage, self.force_pow_2_scales, self.amax_epsilon)
 
     def _reduced_amax(self, x: Tensor, group: Any) -> Tensor | None:
         if group is None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from tejit.format_info import FP8_TENSOR, fp8_element
 from tejit.formats.float8.quantizer import Float8TensorQuantizer
 from tejit.kernels import fp8
+from tejit.kernels.fused import FUSED_DELAYED, Cast
 from tejit.tensor import QuantizedTensorStorage
 from tejit.tensor.quantizer import Inner
 from tejit.tensor.serialization import allow
@@ -70,6 +71,11 @@ class Float8Quantizer(Float8TensorQuantizer):
         codes, transposed, scale_inv = fp8.quantize_delayed(x, code, data, transpose, self.scale, self.amax)
         self._reduce_amax(amax_reduction_group)
         return codes if data else None, transposed if transpose else None, scale_inv
+
+    def fused_cast(self, x: Tensor) -> Cast | None:
+        self._check_device(x)
+        code, usage = fp8_element(self.fp8_dtype).code, self._wants(x.device)
+        return Cast(FUSED_DELAYED, code, *usage, scale=self.scale, amax=self.amax)
 
     def _quantize_into(
         self, x: Tensor, dst: QuantizedTensorStorage, noop_flag: Tensor | None, amax_reduction_group: Any

@@ -10,6 +10,7 @@ from tejit.device import fp8_gemm_takes_every_layout, resolve_device
 from tejit.format_info import FP8_TENSOR, fp8_element
 from tejit.formats.float8.tensor import Float8Tensor, Float8TensorStorage, usages
 from tejit.kernels import fp8
+from tejit.kernels.fused import Four
 from tejit.kernels.gemm import Operand
 from tejit.tensor import QuantizedTensor, QuantizedTensorStorage, Quantizer
 from tejit.tensor.quantizer import Inner
@@ -38,6 +39,11 @@ class Float8TensorQuantizer(Quantizer):
         """Which of ``(_data, _transpose)`` a tensor on ``device`` has."""
         every_layout = fp8_gemm_takes_every_layout(device)
         return self.rowwise_usage or every_layout, self.columnwise_usage and not every_layout
+
+    def fused_inner(self, four: Four) -> Inner:
+        data, scale_inv, transpose, _ = four
+        has_data, has_transpose = self._wants(data.device)
+        return data if has_data else None, transpose if has_transpose else None, scale_inv
 
     def storage_metadata(self, fake_dtype: torch.dtype) -> dict[str, Any]:
         """``{"cls", "nontensor_kwargs"}`` of the storage or tensor that this quantizer makes."""

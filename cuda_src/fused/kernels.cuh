@@ -1,0 +1,89 @@
+// Casts of bfloat16 whose input is a norm or an activation of what they load. The cast sees what it would see
+// had that been written to memory.
+#pragma once
+
+#include "activation/rows.cuh"
+#include "fp8/transpose.cuh"
+#include "fp8_block/quantize.cuh"
+#include "fused/args.h"
+#include "mxfp8/quantize.cuh"
+#include "norm/source.cuh"
+
+namespace tejit {
+namespace fused {
+
+// As an element type of the cast kernels: a vector of bfloat16 that becomes another one when it has come in.
+// Whole vectors at aligned addresses only.
+struct Loaded : BF16 {
+  static constexpr bool kFused = true;
+  static constexpr bool kAny = false;
+
+  const Source& source;
+
+  TEJIT_DEVICE explicit Loaded(const Source& s) : BF16(0), source(s) {}
+
+  // What a row needs beside x. Of a warp, each thread loads that of one row, and hands it to whoever asks.
+  struct Row {
+    float mean, rstd;
+  };
+
+  // After the kernel before has written the statistics.
+  TEJIT_DEVICE Row row(i64 row, bool wanted) const {
+    Row r = {0.0f, 0.0f};
+    if (!wanted || row >= source.rows || source.rstd == nullptr) return r;
+    if (source.mean != nullptr) r.mean = load_shared_value(source.mean + row);
+    r.rstd = load_shared_value(source.rstd + row);
+    return r;
+  }
+
+  TEJIT_DEVICE norm::Affine columns(i64 column, bool wanted) const {
+    norm::Affine a = {};
+    if (wanted && source.activation == kNorm)
+      norm::load_affine(source.parameters, column, evict_first_policy(), a);
+    return a;
+  }
+
+  // What vector v of x becomes, at `row` and `column`, or 0 where it is not `there`; `from` is the thread
+  // that knows the row. From all threads of a warp.
+  TEJIT_DEVICE uint4 finish(uint4 v, const Row& r, int from, const norm::Affine& a, i64 row, i64 column,
+                            bool there) const {
+    if (source.activation == kNorm) {
+      const float mean = __shfl_sync(0xffffffffu, r.mean, from);
+      const float rstd = __shfl_sync(0xffffffffu, r.rstd, from);
+      return there ? norm::normalised(v, mean, rstd, a) : make_uint4(0, 0, 0, 0);
+    }
+    if (!there) return make_uint4(0, 0, 0, 0);
+    const u16* gate = static_cast<const u16*>(source.gate);
+    uint4 g = make_uint4(0, 0, 0, 0);
+    if (gate != nullptr) g = load16<Load::kCached>(gate + row * source.pitch + column, 0);
+    return activation::activated(source.activation, gate != nullptr, v, g);
+  }
+};
+
+using Tiles = fp8::TileShape;
+using BlockTiles = fp8_block::TransposeShape<BF16::kBytes>;
+using Mxfp8Tiles = mxfp8::Bf16Shape;
+
+using TileFill = TilePlan<Tiles::kThreads, Tiles::kRows, Tiles::kLanes>;
+
+template <typename Shape>
+using BlockFill = fp8_block::BlockPlan<Loaded, Shape::kThreads>;
+
+TEJIT_DEVICE void fp8_tiles(const With<fp8::CastArgs>& args) {
+  fp8::cast_transpose<Loaded, TileFill>(args);
+}
+
+TEJIT_DEVICE void block_rows(const With<fp8_block::BlockArgs>& args) {
+  fp8_block::quantize_blocks<Loaded, BlockFill<BlockRowShape>, 1, false>(args);
+}
+
+TEJIT_DEVICE void block_tiles(const With<fp8_block::BlockArgs>& args) {
+  fp8_block::quantize_blocks<Loaded, BlockFill<BlockTiles>, 1, true>(args);
+}
+
+TEJIT_DEVICE void mxfp8_tiles(const With<mxfp8::Args>& args) {
+  mxfp8::Quantize<Loaded, With<mxfp8::Args>>(args).run();
+}
+
+}  // namespace fused
+}  // namespace tejit
