@@ -30,7 +30,7 @@ from tejit.jit import CacheError, CompileError, KernelNotCached, TejitError, Too
 from tejit.kernels import library as _ops  # noqa: F401 - registers the ops
 from tejit.kernels.backend import DEFAULT as _BACKEND
 from tejit.kernels.backend import backend
-from tejit.nn import Linear, name_modules
+from tejit.nn import GroupedLinear, Linear, name_modules
 from tejit.recipe import (
     autocast,
     is_fp8_available,
@@ -52,6 +52,7 @@ __all__ = [
     "Float8Quantizer",
     "Float8Tensor",
     "Float8TensorStorage",
+    "GroupedLinear",
     "HybridQuantizedTensor",
     "HybridQuantizedTensorStorage",
     "HybridQuantizer",

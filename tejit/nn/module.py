@@ -73,6 +73,8 @@ class QuantizedModule(Named, nn.Module):
     fuse_wgrad_accumulation = False
     save_original_input = False
     delay_wgrad_compute = False
+    #: What a ``CustomRecipe`` is told of the module's products.
+    _module_type = "linear"
     _forward_recipe: Recipe | None = None
     _put_off: deque[PutOff]
     _known_readings: dict[str, Any]
@@ -133,7 +135,9 @@ class QuantizedModule(Named, nn.Module):
         ``name`` is that of a product inside, for modules that have several; default: the module's.
         """
         recipe = self._recipe()
-        return None if recipe is None else recipe.for_linear(self.name if name is None else name)
+        return None if recipe is None else recipe.for_linear(
+            self.name if name is None else name, self._module_type
+        )
 
     def _operands(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, features: str = "in_features"

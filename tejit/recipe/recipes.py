@@ -149,16 +149,17 @@ class Recipe:
         """The quantizers of a linear layer under this recipe."""
         raise NotImplementedError(f"{type(self).__name__} does not define linear")
 
-    def for_linear(self, name: str | None) -> LinearQuantizers | None:
-        """The quantizers of the linear layer of this name; None for high precision."""
+    def for_linear(self, name: str | None, module_type: str = "linear") -> LinearQuantizers | None:
+        """The quantizers of the layer of this name; None for high precision. ``module_type`` is what a
+        ``CustomRecipe`` is told (``QuantizerRole``)."""
         if self.overrides:
             index = _first_match(tuple([pattern for pattern, _ in self.overrides]), name)
             if index is not None:
                 other = self.overrides[index][1]
-                return None if other is None else other._linear_of(name)
-        return self._linear_of(name)
+                return None if other is None else other._linear_of(name, module_type)
+        return self._linear_of(name, module_type)
 
-    def _linear_of(self, name: str | None) -> LinearQuantizers | None:
+    def _linear_of(self, name: str | None, module_type: str) -> LinearQuantizers | None:
         return self.linear
 
 

@@ -1,0 +1,141 @@
+"""The autograd function of a grouped linear layer: eager and compiled code take this one path."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tejit.formats import IdentityQuantizer
+from tejit.nn import gradients, products, weights
+from tejit.nn.gradients import Late
+from tejit.nn.module import Product
+from tejit.nn.products import Plan
+from tejit.recipe import LinearQuantizers
+from tejit.recipe.recipes import linear_quantizers
+
+#: A group without rows has nothing to quantize: its weight's gradient, zeros, is a product of plain operands.
+_NO_ROWS: LinearQuantizers = linear_quantizers(IdentityQuantizer(), IdentityQuantizer(), IdentityQuantizer())
+
+
+class _Groups(NamedTuple):
+    """What is known of the groups before they run.
+
+    Attributes:
+        plans: how each group's product runs.
+        lates: what eager backward does beside computing each weight's gradient.
+        given: number of each weight's buffers that came quantized.
+    """
+
+    plans: tuple[Plan, ...]
+    lates: tuple[Late | None, ...]
+    given: tuple[int, ...]
+
+
+def quantized_grouped_linear(
+    x: Tensor, splits: tuple[int, ...], found: list[Product], biases: list[Tensor | None]
+) -> Tensor:
+    """``x[rows of a group] @ weight.T + bias`` for each group, with quantized operands, forward and backward.
+
+    Args:
+        x: ``(M, K)`` in float32, bfloat16 or float16.
+        splits: rows of each group; their sum is M.
+        found: each group's weight ``(N, K)`` and how it is multiplied.
+        biases: each ``(N,)`` or None.
+
+    Returns:
+        ``(M, N)`` of ``x``'s dtype.
+    """
+    groups = _Groups(
+        tuple([product.plan for product in found]),
+        tuple([product.late for product in found]),
+        tuple([len(product.given) for product in found]),
+    )
+    tensors = [*[product.weight for product in found], *biases, *[product.main_grad for product in found]]
+    for product in found:
+        tensors.extend(product.given)
+    return _GroupedLinear.apply(x, splits, groups, *tensors)
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """Saved for backward are each group's columnwise (transposed) quantized operands, as ``_Linear`` saves them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, splits: tuple[int, ...], groups: _Groups, *tensors: Tensor | None) -> Tensor:
+        count = len(splits)
+        all_weights: Any = tensors[:count]
+        biases, main_grads = tensors[count : 2 * count], tensors[2 * count : 3 * count]
+        given = _pieces(tensors[3 * count :], groups.given)
+        columns, features = x.shape[1], all_weights[0].shape[0]
+        outs, saved, kept_of = [], [], []
+        for i, rows in enumerate(x.split(list(splits))):
+            kept_x: tuple[Tensor | None, ...] = ()
+            kept_w: tuple[Tensor | None, ...] = ()
+            if splits[i] != 0:
+                plan, weight = groups.plans[i], all_weights[i]
+                x_inner = products.input_inner(plan, rows)
+                w_inner = weights.operand(plan, weight, given[i])
+                outs.append(products.fprop(plan, x_inner, w_inner, biases[i], x.dtype, splits[i], features))
+                kept_x = products.kept_input(plan, rows, x_inner)
+                kept_w = weights.kept(plan, weight, w_inner, given[i])
+            kept_of.extend([len(kept_x), len(kept_w)])
+            saved.extend([*kept_x, *kept_w])
+        ctx.save_for_backward(*saved)
+        ctx.splits, ctx.groups = splits, groups
+        ctx.kept_of = tuple(kept_of)
+        ctx.main_grads = main_grads
+        ctx.x_dtype = x.dtype
+        ctx.weight_dtypes = tuple([weight.dtype for weight in all_weights])
+        ctx.bias_dtypes = tuple([None if bias is None else bias.dtype for bias in biases])
+        ctx.columns = columns
+        return _joined(outs, features, x.dtype, x.device)
+
+    @staticmethod
+    @once_differentiable  # a second derivative would see the quantized operands as constants and be wrong
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        splits, groups, columns, x_dtype = ctx.splits, ctx.groups, ctx.columns, ctx.x_dtype
+        kept = _pieces(ctx.saved_tensors, ctx.kept_of)
+        count, features = len(splits), grad_output.shape[1]
+        dgrads: list[Tensor] = []
+        wgrads: list[Tensor | None] = [None] * count
+        bias_grads: list[Tensor | None] = [None] * count
+        for i, rows in enumerate(grad_output.split(list(splits))):
+            plan, kept_x, kept_w = groups.plans[i], kept[2 * i], kept[2 * i + 1]
+            if splits[i] == 0:
+                plan = plan._replace(quantizers=_NO_ROWS, needs_dgrad=False)
+                inner, x_inner = (rows,), (rows.new_empty((0, columns)),)
+            elif plan.needs_dgrad or plan.needs_wgrad:
+                inner = products.grad_inner(plan, rows)
+            if plan.needs_dgrad:
+                w_inner = weights.for_dgrad(plan, kept_w, features, columns, x_dtype)
+                dgrads.append(products.dgrad(plan, inner, w_inner, x_dtype, splits[i], columns))
+            if plan.needs_wgrad:
+                if splits[i] != 0:
+                    x_inner = products.input_for_wgrad(plan, kept_x, splits[i], columns, x_dtype)
+                wgrads[i] = gradients.weight_gradient(
+                    plan, ctx.main_grads[i], groups.lates[i], inner, x_inner, ctx.weight_dtypes[i], features, columns
+                )
+            if ctx.needs_input_grad[3 + count + i]:
+                bias_grads[i] = rows.sum(0).to(ctx.bias_dtypes[i])
+        dgrad = None
+        if ctx.needs_input_grad[0]:
+            dgrad = _joined(dgrads, columns, x_dtype, grad_output.device)
+        return (dgrad, None, None, *wgrads, *bias_grads, *[None] * (count + sum(groups.given)))
+
+
+def _pieces(tensors: Any, sizes: tuple[int, ...]) -> list[Any]:
+    """``tensors`` cut into runs of these lengths."""
+    pieces, start = [], 0
+    for size in sizes:
+        pieces.append(tensors[start : start + size])
+        start += size
+    return pieces
+
+
+def _joined(parts: list[Tensor], columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The rows of all parts; none where there are no parts."""
+    if not parts:
+        return torch.empty((0, columns), dtype=dtype, device=device)
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
