@@ -36,8 +36,9 @@ class GroupedLinear(QuantizedModule):
     The parameters are ``weight0``, ``weight1``, ... of shape ``(out_features, in_features)`` and ``bias0``, ``bias1``,
     ... of shape ``(out_features,)`` (None without ``bias``). Weights may be quantized tensors.
 
-    In ``torch.compile`` the splits belong to the graph: a call with other splits compiles once more, and then, from
-    torch's automatic dynamic shapes, serves further ones; groups of 0 and 1 rows are always a case of their own.
+    ``torch.compile`` makes a graph for the first splits and one more for other ones, whose sizes are symbolic; then no
+    more, but for groups of 0 and of 1 rows, which are cases of their own (torch 2.11 compiles a group of 1 row only with
+    ``dynamic=False``).
 
     Raises:
         ValueError: ``num_gemms`` below 1; ``dtype`` and ``params_dtype`` differ; ``return_bias`` without ``bias``.
@@ -114,6 +115,7 @@ class GroupedLinear(QuantizedModule):
         :class:`tejit.Linear` raises.
         """
         self._check_splits(x, m_splits)
+        splits = tuple(m_splits)
         groups = range(self.num_gemms)
         all_weights = [getattr(self, f"weight{i}") for i in groups]
         all_biases = [getattr(self, f"bias{i}") for i in groups]
@@ -121,7 +123,7 @@ class GroupedLinear(QuantizedModule):
         quantizers = self._quantizers()
         flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
         if quantizers is None:
-            parts = [F.linear(*each) for each in zip(flat.split(list(m_splits)), all_weights, added, strict=True)]
+            parts = [F.linear(*each) for each in zip(flat.split(splits), all_weights, added, strict=True)]
             out = torch.cat(parts)
         else:
             operands = []
@@ -135,7 +137,7 @@ class GroupedLinear(QuantizedModule):
                 )
                 for i in groups
             ]
-            out = quantized_grouped_linear(flat, tuple(m_splits), found, [bias for _, bias in operands])
+            out = quantized_grouped_linear(flat, splits, found, [bias for _, bias in operands])
         out = out if x.dim() == 2 else out.reshape(*x.shape[:-1], self.out_features)
         return (out, all_biases) if self.return_bias else out
 

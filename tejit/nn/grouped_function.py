@@ -27,11 +27,14 @@ class _Groups(NamedTuple):
         plans: how each group's product runs.
         lates: what eager backward does beside computing each weight's gradient.
         given: number of each weight's buffers that came quantized.
+        empty: whether each group has no rows; asked before, since torch 2.11 takes no comparison of sizes in an
+            autograd function.
     """
 
     plans: tuple[Plan, ...]
     lates: tuple[Late | None, ...]
     given: tuple[int, ...]
+    empty: tuple[bool, ...]
 
 
 def quantized_grouped_linear(
@@ -52,6 +55,7 @@ def quantized_grouped_linear(
         tuple([product.plan for product in found]),
         tuple([product.late for product in found]),
         tuple([len(product.given) for product in found]),
+        tuple([False if split else True for split in splits]),  # noqa: SIM211 - `not` of a symbolic size stays symbolic
     )
     tensors = [*[product.weight for product in found], *biases, *[product.main_grad for product in found]]
     for product in found:
@@ -70,10 +74,10 @@ class _GroupedLinear(torch.autograd.Function):
         given = _pieces(tensors[3 * count :], groups.given)
         columns, features = x.shape[1], all_weights[0].shape[0]
         outs, saved, kept_of = [], [], []
-        for i, rows in enumerate(x.split(list(splits))):
+        for i, rows in enumerate(x.split(splits)):
             kept_x: tuple[Tensor | None, ...] = ()
             kept_w: tuple[Tensor | None, ...] = ()
-            if splits[i] != 0:
+            if not groups.empty[i]:
                 plan, weight = groups.plans[i], all_weights[i]
                 x_inner = products.input_inner(plan, rows)
                 w_inner = weights.operand(plan, weight, given[i])
@@ -101,9 +105,9 @@ class _GroupedLinear(torch.autograd.Function):
         dgrads: list[Tensor] = []
         wgrads: list[Tensor | None] = [None] * count
         bias_grads: list[Tensor | None] = [None] * count
-        for i, rows in enumerate(grad_output.split(list(splits))):
+        for i, rows in enumerate(grad_output.split(splits)):
             plan, kept_x, kept_w = groups.plans[i], kept[2 * i], kept[2 * i + 1]
-            if splits[i] == 0:
+            if groups.empty[i]:
                 plan = plan._replace(quantizers=_NO_ROWS, needs_dgrad=False)
                 inner, x_inner = (rows,), (rows.new_empty((0, columns)),)
             elif plan.needs_dgrad or plan.needs_wgrad:
@@ -112,7 +116,7 @@ class _GroupedLinear(torch.autograd.Function):
                 w_inner = weights.for_dgrad(plan, kept_w, features, columns, x_dtype)
                 dgrads.append(products.dgrad(plan, inner, w_inner, x_dtype, splits[i], columns))
             if plan.needs_wgrad:
-                if splits[i] != 0:
+                if not groups.empty[i]:
                     x_inner = products.input_for_wgrad(plan, kept_x, splits[i], columns, x_dtype)
                 wgrads[i] = gradients.weight_gradient(
                     plan, ctx.main_grads[i], groups.lates[i], inner, x_inner, ctx.weight_dtypes[i], features, columns
