@@ -13,6 +13,7 @@ from tejit.nn import gradients, products, weights
 from tejit.nn.gradients import Late
 from tejit.nn.module import Product
 from tejit.nn.products import Plan
+from tejit.tensor.quantizer import Inner
 
 
 def quantized_linear(x: Tensor, product: Product, bias: Tensor | None) -> Tensor:
@@ -28,8 +29,19 @@ def quantized_linear(x: Tensor, product: Product, bias: Tensor | None) -> Tensor
     """
     plan, weight, main_grad, late, given = product
     flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    out = _Linear.apply(flat, weight, bias, plan, main_grad, late, *given)
+    needs_bias_grad = bias is not None and bias.requires_grad and torch.is_grad_enabled()
+    if plan.needs_dgrad or plan.needs_wgrad or needs_bias_grad:
+        out = _Linear.apply(flat, weight, bias, plan, main_grad, late, *given)
+    else:
+        out = _forward(flat, weight, bias, plan, given)[0]
     return out if x.dim() == 2 else out.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, given: Inner) -> tuple[Tensor, Inner, Inner]:
+    """The output, and the buffers of input and weight that it was made from."""
+    x_inner = products.input_inner(plan, x)
+    w_inner = weights.operand(plan, weight, given)
+    return products.fprop(plan, x_inner, w_inner, bias, x.dtype, x.shape[0], weight.shape[0]), x_inner, w_inner
 
 
 class _Linear(torch.autograd.Function):
@@ -47,9 +59,7 @@ class _Linear(torch.autograd.Function):
         late: Late | None,
         *given: Tensor | None,
     ) -> Tensor:
-        x_inner = products.input_inner(plan, x)
-        w_inner = weights.operand(plan, weight, given)
-        out = products.fprop(plan, x_inner, w_inner, bias, x.dtype, x.shape[0], weight.shape[0])
+        out, x_inner, w_inner = _forward(x, weight, bias, plan, given)
         kept_x = products.kept_input(plan, x, x_inner)
         kept_w = weights.kept(plan, weight, w_inner, given)
         ctx.save_for_backward(*kept_x, *kept_w)

@@ -108,7 +108,7 @@ class QuantizedModule(Named, nn.Module):
         _modules[self._key] = self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        super().__setstate__(state)
         self._begin()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -152,8 +152,9 @@ class QuantizedModule(Named, nn.Module):
             )
         if x.device != weight.device:
             raise ValueError(f"the input is on {x.device} and the weight on {weight.device}; move one of them")
-        if compat.autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
+        kind = x.device.type
+        if compat.autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
             x, bias = eligible(x, dtype), eligible(bias, dtype)
             if not weights.is_quantized(weight):
                 weight = eligible(weight, dtype)
@@ -190,7 +191,8 @@ class QuantizedModule(Named, nn.Module):
         """
         grad = torch.is_grad_enabled()
         needs_dgrad, needs_wgrad = grad and needs_dgrad, grad and weight.requires_grad
-        source, usages, given = weights.CALL, (True, True), ()
+        source, usages = weights.CALL, (True, True)
+        given: Inner = ()
         if weights.is_quantized(weight):
             source = weights.PARAMETER
             quantizers, usages, given = self._read(quantizers, weight, parameter)
@@ -203,7 +205,7 @@ class QuantizedModule(Named, nn.Module):
             if self.fuse_wgrad_accumulation:
                 main_grad = gradients.main_grad_of(owner, parameter)
                 accumulate = gradients.accumulates(owner, is_first_microbatch)
-            late = self._late(owner)
+            late = self._late(owner, parameter)
         plan = Plan(
             quantizers,
             needs_dgrad,
@@ -230,14 +232,15 @@ class QuantizedModule(Named, nn.Module):
         self._known_readings[parameter] = (quantizers, weight._quantizer, names, read, usages)
         return read, usages, inner
 
-    def _late(self, owner: Tensor) -> Late | None:
+    def _late(self, owner: Any, parameter: str) -> Late | None:
         if torch.compiler.is_compiling():
             if self.delay_wgrad_compute:
                 raise RuntimeError(
                     "delay_wgrad_compute=True cannot be compiled: a graph's backward cannot put a product off. Leave"
                     " this module out of the compiled region, or use delay_wgrad_compute=False"
                 )
-            gradients.mark(owner)  # a graph's backward cannot
+            if _is_waited_for(self._key, parameter):
+                owner.grad_added_to_main_grad = True  # a graph's backward cannot
             return None
         return Late(owner, self._put_off if self.delay_wgrad_compute else None)
 
@@ -336,6 +339,12 @@ def _allocate(key: str, parameter: str, specs: tuple[tuple[str, tuple[int, ...],
             if hasattr(module, name):
                 delattr(module, name)
             module.register_buffer(name, torch.zeros(shape, dtype=dtype, device=device), persistent=False)
+
+
+@compat.constant_result
+def _is_waited_for(key: str, parameter: str) -> bool:
+    """Whether somebody set ``grad_added_to_main_grad`` on a parameter; a graph would guard its value."""
+    return hasattr(getattr(_modules[key], parameter), "grad_added_to_main_grad")
 
 
 def eligible(tensor: Any, dtype: torch.dtype) -> Any:

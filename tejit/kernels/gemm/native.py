@@ -58,16 +58,19 @@ def _tensors(a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None
     # cuBLASLt's own bias comes in the output's dtype, and not at all for float32.
     fused = bias if bias is not None and bias.dtype == out_dtype != torch.float32 else None
     added = bias if fused is None else None
+    whole = known_zero(-n % FP8_GEMM_ALIGNMENT)
+    if fused is not None and not whole:
+        fused = padded(fused.reshape(1, -1), 1, FP8_GEMM_ALIGNMENT).reshape(-1)
     out = torch._scaled_mm(
         a_codes,
         b_codes.t(),
         a.scale_inv,
         b.scale_inv,
-        bias=None if fused is None else padded(fused.reshape(1, -1), 1, FP8_GEMM_ALIGNMENT).reshape(-1),
+        bias=fused,
         out_dtype=out_dtype if added is None else torch.float32,
         use_fast_accum=fast_accum,
     )
-    if not known_zero(-n % FP8_GEMM_ALIGNMENT):
+    if not whole:
         out = out[:, :n]
     return out if added is None else rounded(out + added.to(torch.float32), out_dtype)
 
