@@ -37,8 +37,8 @@ class GroupedLinear(QuantizedModule):
     ... of shape ``(out_features,)`` (None without ``bias``). Weights may be quantized tensors.
 
     ``torch.compile`` makes a graph for the first splits and one more for other ones, whose sizes are symbolic; then no
-    more, but for groups of 0 and of 1 rows, which are cases of their own (torch 2.11 compiles a group of 1 row only with
-    ``dynamic=False``).
+    more, but for groups of 0 and of 1 rows, which are cases of their own (torch 2.11 compiles a group of 1 row only
+    with ``dynamic=False``).
 
     Raises:
         ValueError: ``num_gemms`` below 1; ``dtype`` and ``params_dtype`` differ; ``return_bias`` without ``bias``.

@@ -15,6 +15,7 @@ from tejit.nn.module import Product
 from tejit.nn.products import Plan
 from tejit.recipe import LinearQuantizers
 from tejit.recipe.recipes import linear_quantizers
+from tejit.tensor.quantizer import Inner
 
 #: A group without rows has nothing to quantize: its weight's gradient, zeros, is a product of plain operands.
 _NO_ROWS: LinearQuantizers = linear_quantizers(IdentityQuantizer(), IdentityQuantizer(), IdentityQuantizer())
@@ -75,8 +76,8 @@ class _GroupedLinear(torch.autograd.Function):
         columns, features = x.shape[1], all_weights[0].shape[0]
         outs, saved, kept_of = [], [], []
         for i, rows in enumerate(x.split(splits)):
-            kept_x: tuple[Tensor | None, ...] = ()
-            kept_w: tuple[Tensor | None, ...] = ()
+            kept_x: Inner = ()
+            kept_w: Inner = ()
             if not groups.empty[i]:
                 plan, weight = groups.plans[i], all_weights[i]
                 x_inner = products.input_inner(plan, rows)
@@ -107,6 +108,8 @@ class _GroupedLinear(torch.autograd.Function):
         bias_grads: list[Tensor | None] = [None] * count
         for i, rows in enumerate(grad_output.split(splits)):
             plan, kept_x, kept_w = groups.plans[i], kept[2 * i], kept[2 * i + 1]
+            inner: Inner = ()
+            x_inner: Inner = ()
             if groups.empty[i]:
                 plan = plan._replace(quantizers=_NO_ROWS, needs_dgrad=False)
                 inner, x_inner = (rows,), (rows.new_empty((0, columns)),)

@@ -135,9 +135,7 @@ class QuantizedModule(Named, nn.Module):
         ``name`` is that of a product inside, for modules that have several; default: the module's.
         """
         recipe = self._recipe()
-        return None if recipe is None else recipe.for_linear(
-            self.name if name is None else name, self._module_type
-        )
+        return None if recipe is None else recipe.for_linear(self.name if name is None else name, self._module_type)
 
     def _operands(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, features: str = "in_features"
