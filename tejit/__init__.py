@@ -30,13 +30,26 @@ from tejit.jit import CacheError, CompileError, KernelNotCached, TejitError, Too
 from tejit.kernels import library as _ops  # noqa: F401 - registers the ops
 from tejit.kernels.backend import DEFAULT as _BACKEND
 from tejit.kernels.backend import backend
-from tejit.nn import GroupedLinear, Linear, name_modules
+from tejit.nn import (
+    GroupedLinear,
+    LayerNorm,
+    LayerNormLinear,
+    LayerNormMLP,
+    Linear,
+    MultiheadAttention,
+    RMSNorm,
+    RotaryPositionEmbedding,
+    TransformerLayer,
+    name_modules,
+    plain_state_dict,
+)
 from tejit.recipe import (
     autocast,
     is_fp8_available,
     is_fp8_block_scaling_available,
     is_mxfp8_available,
     is_nvfp4_available,
+    quantized_model_init,
 )
 from tejit.tensor import InnerTensor, QuantizedTensor, QuantizedTensorStorage, Quantizer
 
@@ -61,18 +74,25 @@ __all__ = [
     "IdentityTensorStorage",
     "InnerTensor",
     "KernelNotCached",
+    "LayerNorm",
+    "LayerNormLinear",
+    "LayerNormMLP",
     "Linear",
     "MXFP8Quantizer",
     "MXFP8Tensor",
     "MXFP8TensorStorage",
+    "MultiheadAttention",
     "NVFP4Quantizer",
     "NVFP4Tensor",
     "NVFP4TensorStorage",
     "QuantizedTensor",
     "QuantizedTensorStorage",
     "Quantizer",
+    "RMSNorm",
+    "RotaryPositionEmbedding",
     "TejitError",
     "ToolchainError",
+    "TransformerLayer",
     "autocast",
     "backend",
     "dynamo",
@@ -82,6 +102,8 @@ __all__ = [
     "is_nvfp4_available",
     "name_modules",
     "ops",
+    "plain_state_dict",
+    "quantized_model_init",
     "recipe",
     "warm",
 ]

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch._library import opaque_object as _opaque
+from torch.utils.checkpoint import CheckpointFunction
 
 # Python 3.14 evaluates annotations when they are asked for, and can be asked not to.
 try:
@@ -133,4 +134,29 @@ def autocast_enabled(kind: str) -> bool:
 
 def in_backward() -> bool:
     """Whether this thread runs inside a backward pass: there a forward is a recomputation."""
-    return torch._C._current_graph_task_id() != -1
+    return backward_number() != -1
+
+
+def backward_number() -> int:
+    """The number of the backward pass that this thread runs inside; a backward inside a backward (reentrant
+    activation checkpointing) has a number of its own. -1 outside."""
+    return torch._C._current_graph_task_id()
+
+
+def after_backward(callback: Callable[[], object]) -> None:
+    """Have ``callback`` called at the end of the backward pass that this thread runs inside; never, if it fails."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def in_reentrant_checkpoint() -> bool:
+    """Whether this thread runs the first forward of a region under reentrant activation checkpointing, which torch
+    runs without gradients. Only the stack tells it from an evaluation; a region none of whose inputs requires a
+    gradient has no backward and is one."""
+    region = CheckpointFunction.forward.__code__
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is region:
+            arguments = frame.f_locals["args"]
+            return any(isinstance(value, torch.Tensor) and value.requires_grad for value in arguments)
+        frame = frame.f_back
+    return False

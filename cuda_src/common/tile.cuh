@@ -37,8 +37,7 @@ TEJIT_DEVICE bool takes_vectors(const u8* out) {
   return reinterpret_cast<u64>(out) % T::kPerVector == 0;
 }
 
-template <int kThreads_, int kRows_, int kLanes_, Load kLoad_ = Load::kEvictFirst,
-          Store kStore_ = Store::kStream>
+template <int kThreads_, int kRows_, int kLanes_, Load kLoad_ = Load::kCached, Store kStore_ = Store::kStream>
 struct TilePlan {
   static constexpr int kThreads = kThreads_;
   static constexpr int kRows = kRows_;

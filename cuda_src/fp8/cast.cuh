@@ -11,9 +11,7 @@
 namespace tejit {
 namespace fp8 {
 
-// Loads take their turn in L2: what of x is still there from before, or is read again soon, is found. Stores
-// go out first.
-template <int kThreads_, int kVectors_, Load kLoad_ = Load::kPlain, Store kStore_ = Store::kStream>
+template <int kThreads_, int kVectors_, Load kLoad_ = Load::kCached, Store kStore_ = Store::kStream>
 struct CastPlan {
   static constexpr int kThreads = kThreads_;
   static constexpr int kVectors = kVectors_;

@@ -1,13 +1,12 @@
 // The kernels of FP8 in blocks of 128, by the plain names that the host asks for.
 #include "fp8_block/quantize.cuh"
 
-#define TEJIT_FP8_BLOCK(NAME, T, BYTES, DIM, SHAPE, TRANSPOSE)                                            \
-  extern "C" __global__ void __launch_bounds__(tejit::fp8_block::SHAPE<BYTES>::kThreads,                  \
-                                               tejit::fp8_block::SHAPE<BYTES>::kBlocksPerSM)              \
-      NAME(const __grid_constant__ tejit::fp8_block::BlockArgs args) {                                    \
-    using Plan = tejit::fp8_block::BlockPlan<tejit::T, tejit::fp8_block::SHAPE<BYTES>::kThreads,          \
-                                             TRANSPOSE ? tejit::Load::kEvictFirst : tejit::Load::kPlain>; \
-    tejit::fp8_block::quantize_blocks<tejit::T, Plan, DIM, TRANSPOSE>(args);                              \
+#define TEJIT_FP8_BLOCK(NAME, T, BYTES, DIM, SHAPE, TRANSPOSE)                                    \
+  extern "C" __global__ void __launch_bounds__(tejit::fp8_block::SHAPE<BYTES>::kThreads,          \
+                                               tejit::fp8_block::SHAPE<BYTES>::kBlocksPerSM)      \
+      NAME(const __grid_constant__ tejit::fp8_block::BlockArgs args) {                            \
+    using Plan = tejit::fp8_block::BlockPlan<tejit::T, tejit::fp8_block::SHAPE<BYTES>::kThreads>; \
+    tejit::fp8_block::quantize_blocks<tejit::T, Plan, DIM, TRANSPOSE>(args);                      \
   }
 
 #define TEJIT_FP8_BLOCK_EVERY(X)                                         \

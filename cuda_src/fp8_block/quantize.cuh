@@ -14,7 +14,7 @@
 namespace tejit {
 namespace fp8_block {
 
-template <typename T, int kThreads_, Load kLoad_ = Load::kEvictFirst, Store kStore_ = Store::kStream>
+template <typename T, int kThreads_, Load kLoad_ = Load::kCached, Store kStore_ = Store::kStream>
 using BlockPlan = TilePlan<kThreads_, kBlock, kBlock / T::kPerVector, kLoad_, kStore_>;
 
 // Column maxima of every warp, in shared memory.

@@ -86,7 +86,7 @@ struct Words : F32 {
   static constexpr bool kAny = true;
 };
 
-template <typename T, Load kLoad = Load::kEvictFirst, Store kStore = Store::kStream>
+template <typename T, Load kLoad = Load::kCached, Store kStore = Store::kStream>
 struct Quantize {
   static constexpr u32 kAll = 0xffffffffu;
   static constexpr int kPer = T::kPerVector;

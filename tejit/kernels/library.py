@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from tejit.kernels import backend
+from tejit.kernels.fp8 import delayed as fp8_delayed
 from tejit.kernels.fp8 import fake as fp8_fake
 from tejit.kernels.fp8 import reference as fp8_reference
 from tejit.kernels.fp8_block import fake as fp8_block_fake
@@ -80,6 +81,14 @@ _define(
     " Tensor(b!)? data, Tensor(c!)? transpose, Tensor(d!) scale_inv) -> ()",
     fp8_reference.quantize_delayed_out,
     fp8_fake.quantize_delayed_out,
+)
+_define(
+    "fp8_delayed_update_",
+    "(Tensor(a!)[] histories, Tensor(b!)[] scales, Tensor(c!)[] previous, float fp8_max, int length, int margin,"
+    " str algo) -> ()",
+    fp8_delayed.update_in_place,
+    fp8_fake.delayed_update_,
+    native=False,
 )
 _define(
     "fp8_make_empty",

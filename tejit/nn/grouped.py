@@ -9,8 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tejit.nn import init, weights
 from tejit.nn.grouped_function import quantized_grouped_linear
 from tejit.nn.module import QuantizedModule, checked_dtype
+from tejit.nn.normed_module import reset_linear
 
 
 class GroupedLinear(QuantizedModule):
@@ -73,6 +75,7 @@ class GroupedLinear(QuantizedModule):
         if return_bias and not bias:
             raise ValueError("return_bias=True needs bias=True: there would be no bias to return")
         self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
+        self._weights = tuple([f"weight{i}" for i in range(num_gemms)])
         self.return_bias = return_bias
         self._init_method = init_method
         self._init_quantized(
@@ -87,18 +90,16 @@ class GroupedLinear(QuantizedModule):
             added = nn.Parameter(torch.empty((out_features,), device=device, dtype=dtype)) if bias else None
             self.register_parameter(f"bias{i}", added)
         self.reset_parameters()
+        self._products = num_gemms
+        self._init_delayed(self.weight0.device)
+        called = (self.name, None, self._module_type)
+        init.quantize_parameters(self, dict.fromkeys(self._weights, called))
 
     def reset_parameters(self) -> None:
         """Initialise each group as ``nn.Linear`` does, the weights by ``init_method`` where one was given."""
-        bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
-        for i in range(self.num_gemms):
-            weight, bias = getattr(self, f"weight{i}"), getattr(self, f"bias{i}")
-            nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
-            if bias is not None:
-                nn.init.uniform_(bias, -bound, bound)
-            if self._init_method is not None:
-                with torch.no_grad():
-                    self._init_method(weight)
+        with init.in_high_precision(self, *self._weights):
+            for i, weight in enumerate(self._weights):
+                reset_linear(getattr(self, weight), getattr(self, f"bias{i}"), self._init_method)
 
     def forward(
         self, x: Tensor, m_splits: Sequence[int], is_first_microbatch: bool | None = None
@@ -116,28 +117,27 @@ class GroupedLinear(QuantizedModule):
         """
         self._check_splits(x, m_splits)
         splits = tuple(m_splits)
-        groups = range(self.num_gemms)
-        all_weights = [getattr(self, f"weight{i}") for i in groups]
-        all_biases = [getattr(self, f"bias{i}") for i in groups]
+        all_weights = [getattr(self, name) for name in self._weights]
+        all_biases = [getattr(self, f"bias{i}") for i in range(self.num_gemms)]
         added = [None] * self.num_gemms if self.return_bias else all_biases
         quantizers = self._quantizers()
         flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
         if quantizers is None:
-            parts = [F.linear(*each) for each in zip(flat.split(splits), all_weights, added, strict=True)]
-            out = torch.cat(parts)
+            parts = flat.split(splits)
+            operands = [operand for pair in zip(parts, all_weights, strict=True) for operand in pair]
+            self._calibrate(*operands, products=(None,) * self.num_gemms)
+            plain = [weights.values(weight) for weight in all_weights]
+            out = torch.cat([F.linear(*group) for group in zip(parts, plain, added, strict=True)])
         else:
-            operands = []
-            for weight, bias in zip(all_weights, added, strict=True):
-                flat, weight, bias = self._operands(flat, weight, bias)
-                operands.append((weight, bias))
-            needs_dgrad = flat.requires_grad
-            found = [
-                self._product(
-                    quantizers, operands[i][0], needs_dgrad, is_first_microbatch, parameter=f"weight{i}", index=i
+            found, biases = [], []
+            for i, parameter in enumerate(self._weights):
+                flat, weight, bias = self._operands(flat, all_weights[i], added[i])
+                needs_dgrad = flat.requires_grad
+                found.append(
+                    self._product(quantizers, weight, needs_dgrad, is_first_microbatch, parameter=parameter, index=i)
                 )
-                for i in groups
-            ]
-            out = quantized_grouped_linear(flat, splits, found, [bias for _, bias in operands])
+                biases.append(bias)
+            out = quantized_grouped_linear(flat, splits, found, biases)
         out = out if x.dim() == 2 else out.reshape(*x.shape[:-1], self.out_features)
         return (out, all_biases) if self.return_bias else out
 

@@ -12,7 +12,8 @@ from tejit.formats import IdentityQuantizer
 from tejit.nn import gradients, products, weights
 from tejit.nn.gradients import Late
 from tejit.nn.module import Product
-from tejit.nn.products import Plan
+from tejit.nn.norm_linear_function import any_needs_grad
+from tejit.nn.products import NO_STATE, Plan, State
 from tejit.recipe import LinearQuantizers
 from tejit.recipe.recipes import linear_quantizers
 from tejit.tensor.quantizer import Inner
@@ -58,51 +59,68 @@ def quantized_grouped_linear(
         tuple([len(product.given) for product in found]),
         tuple([False if split else True for split in splits]),  # noqa: SIM211 - `not` of a symbolic size stays symbolic
     )
-    tensors = [*[product.weight for product in found], *biases, *[product.main_grad for product in found]]
+    all_weights = [product.weight for product in found]
+    given: list[Tensor | None] = []
     for product in found:
-        tensors.extend(product.given)
-    return _GroupedLinear.apply(x, splits, groups, *tensors)
+        given.extend(product.given)
+    # One module's, whichever of the products needs it: a graph changes no tensor that it is given twice.
+    state = next((product.state for product in found if product.state.anchor is not None), found[0].state)
+    if not any_needs_grad(x, *all_weights, *biases):
+        return _forward(x, splits, groups, all_weights, biases, given, state)[0]
+    main_grads = [product.main_grad for product in found]
+    return _GroupedLinear.apply(x, splits, groups, *state, *all_weights, *biases, *main_grads, *given)
+
+
+def _forward(
+    x: Tensor, splits: tuple[int, ...], groups: _Groups, all_weights: Any, biases: Any, given: Any, state: State
+) -> tuple[Tensor, list[Inner]]:
+    """The output, and what to save of each group's input and weight."""
+    features = all_weights[0].shape[0]
+    buffers = _pieces(given, groups.given)
+    outs: list[Tensor] = []
+    kept: list[Inner] = []
+    for i, rows in enumerate(x.split(splits)):
+        if groups.empty[i]:
+            kept.extend([(), ()])
+            continue
+        plan, weight = groups.plans[i], all_weights[i]
+        x_inner = products.input_inner(plan, rows, state)
+        w_inner = weights.operand(plan, weight, buffers[i], state)
+        outs.append(products.fprop(plan, x_inner, w_inner, biases[i], x.dtype, splits[i], features))
+        kept.append(products.kept_input(plan, rows, x_inner))
+        kept.append(weights.kept(plan, weight, w_inner, buffers[i]))
+    return _joined(outs, features, x.dtype, x.device), kept
 
 
 class _GroupedLinear(torch.autograd.Function):
     """Saved for backward are each group's columnwise (transposed) quantized operands, as ``_Linear`` saves them."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, splits: tuple[int, ...], groups: _Groups, *tensors: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, splits: tuple[int, ...], groups: _Groups, *tensors: Any) -> Tensor:
         count = len(splits)
-        all_weights: Any = tensors[:count]
-        biases, main_grads = tensors[count : 2 * count], tensors[2 * count : 3 * count]
-        given = _pieces(tensors[3 * count :], groups.given)
-        columns, features = x.shape[1], all_weights[0].shape[0]
-        outs, saved, kept_of = [], [], []
-        for i, rows in enumerate(x.split(splits)):
-            kept_x: Inner = ()
-            kept_w: Inner = ()
-            if not groups.empty[i]:
-                plan, weight = groups.plans[i], all_weights[i]
-                x_inner = products.input_inner(plan, rows)
-                w_inner = weights.operand(plan, weight, given[i])
-                outs.append(products.fprop(plan, x_inner, w_inner, biases[i], x.dtype, splits[i], features))
-                kept_x = products.kept_input(plan, rows, x_inner)
-                kept_w = weights.kept(plan, weight, w_inner, given[i])
-            kept_of.extend([len(kept_x), len(kept_w)])
-            saved.extend([*kept_x, *kept_w])
+        state, tensors = State(*tensors[: len(NO_STATE)]), tensors[len(NO_STATE) :]
+        all_weights, biases, main_grads, given = _pieces(tensors, (count, count, count, sum(groups.given)))
+        out, kept = _forward(x, splits, groups, all_weights, biases, given, state)
+        saved: list[Tensor | None] = []
+        for inner in kept:
+            saved.extend(inner)
         ctx.save_for_backward(*saved)
-        ctx.splits, ctx.groups = splits, groups
-        ctx.kept_of = tuple(kept_of)
-        ctx.main_grads = main_grads
+        ctx.call = (splits, groups, main_grads, tuple([len(inner) for inner in kept]))
         ctx.x_dtype = x.dtype
         ctx.weight_dtypes = tuple([weight.dtype for weight in all_weights])
         ctx.bias_dtypes = tuple([None if bias is None else bias.dtype for bias in biases])
-        ctx.columns = columns
-        return _joined(outs, features, x.dtype, x.device)
+        ctx.columns = x.shape[1]
+        ctx.state = state
+        return out
 
     @staticmethod
     @once_differentiable  # a second derivative would see the quantized operands as constants and be wrong
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        splits, groups, columns, x_dtype = ctx.splits, ctx.groups, ctx.columns, ctx.x_dtype
-        kept = _pieces(ctx.saved_tensors, ctx.kept_of)
+        splits, groups, main_grads, sizes = ctx.call
+        columns, x_dtype = ctx.columns, ctx.x_dtype
+        kept = _pieces(ctx.saved_tensors, sizes)
         count, features = len(splits), grad_output.shape[1]
+        first_bias = 3 + len(NO_STATE) + count
         dgrads: list[Tensor] = []
         wgrads: list[Tensor | None] = [None] * count
         bias_grads: list[Tensor | None] = [None] * count
@@ -114,7 +132,7 @@ class _GroupedLinear(torch.autograd.Function):
                 plan = plan._replace(quantizers=_NO_ROWS, needs_dgrad=False)
                 inner, x_inner = (rows,), (rows.new_empty((0, columns)),)
             elif plan.needs_dgrad or plan.needs_wgrad:
-                inner = products.grad_inner(plan, rows)
+                inner = products.grad_inner(plan, rows, ctx.state)
             if plan.needs_dgrad:
                 w_inner = weights.for_dgrad(plan, kept_w, features, columns, x_dtype)
                 dgrads.append(products.dgrad(plan, inner, w_inner, x_dtype, splits[i], columns))
@@ -122,14 +140,15 @@ class _GroupedLinear(torch.autograd.Function):
                 if not groups.empty[i]:
                     x_inner = products.input_for_wgrad(plan, kept_x, splits[i], columns, x_dtype)
                 wgrads[i] = gradients.weight_gradient(
-                    plan, ctx.main_grads[i], groups.lates[i], inner, x_inner, ctx.weight_dtypes[i], features, columns
+                    plan, main_grads[i], groups.lates[i], inner, x_inner, ctx.weight_dtypes[i], features, columns
                 )
-            if ctx.needs_input_grad[3 + count + i]:
+            if ctx.needs_input_grad[first_bias + i]:
                 bias_grads[i] = rows.sum(0).to(ctx.bias_dtypes[i])
         dgrad = None
         if ctx.needs_input_grad[0]:
             dgrad = _joined(dgrads, columns, x_dtype, grad_output.device)
-        return (dgrad, None, None, *wgrads, *bias_grads, *[None] * (count + sum(groups.given)))
+        others = [None] * (count + sum(groups.given))
+        return (dgrad, None, None, *products.state_grads(ctx.state), *wgrads, *bias_grads, *others)
 
 
 def _pieces(tensors: Any, sizes: tuple[int, ...]) -> list[Any]:

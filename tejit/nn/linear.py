@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tejit.nn import init, weights
 from tejit.nn.linear_function import quantized_linear
 from tejit.nn.module import QuantizedModule, checked_dtype
 
@@ -81,13 +82,16 @@ class Linear(QuantizedModule, nn.Linear):
             save_original_input=save_original_input,
             delay_wgrad_compute=delay_wgrad_compute,
         )
+        self._init_delayed(self.weight.device)
+        init.quantize_parameters(self, {"weight": self.name})
 
     def reset_parameters(self) -> None:
         """Initialise the parameters as ``nn.Linear`` does, the weight by ``init_method`` where one was given."""
-        super().reset_parameters()
-        if self._init_method is not None:
-            with torch.no_grad():
-                self._init_method(self.weight)
+        with init.in_high_precision(self, "weight"):
+            super().reset_parameters()
+            if self._init_method is not None:
+                with torch.no_grad():
+                    self._init_method(self.weight)
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """``(..., in_features)`` to ``(..., out_features)``; with ``return_bias`` also the bias.
@@ -99,7 +103,8 @@ class Linear(QuantizedModule, nn.Linear):
         bias = None if self.return_bias else self.bias
         quantizers = self._quantizers()
         if quantizers is None:
-            out = F.linear(x, self.weight, bias)
+            self._calibrate(x, self.weight)
+            out = F.linear(x, weights.values(self.weight), bias)
         else:
             x, weight, bias = self._operands(x, self.weight, bias)
             out = quantized_linear(x, self._product(quantizers, weight, x.requires_grad, is_first_microbatch), bias)

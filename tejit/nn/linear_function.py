@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from tejit.nn import gradients, products, weights
 from tejit.nn.gradients import Late
 from tejit.nn.module import Product
-from tejit.nn.products import Plan
+from tejit.nn.products import NO_STATE, Plan, State
 from tejit.tensor.quantizer import Inner
 
 
@@ -27,20 +27,22 @@ def quantized_linear(x: Tensor, product: Product, bias: Tensor | None) -> Tensor
     Returns:
         ``(..., N)`` of ``x``'s dtype.
     """
-    plan, weight, main_grad, late, given = product
+    plan, weight, main_grad, late, given, state = product
     flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     needs_bias_grad = bias is not None and bias.requires_grad and torch.is_grad_enabled()
     if plan.needs_dgrad or plan.needs_wgrad or needs_bias_grad:
-        out = _Linear.apply(flat, weight, bias, plan, main_grad, late, *given)
+        out = _Linear.apply(flat, weight, bias, plan, main_grad, late, *state, *given)
     else:
-        out = _forward(flat, weight, bias, plan, given)[0]
+        out = _forward(flat, weight, bias, plan, given, state)[0]
     return out if x.dim() == 2 else out.reshape(*x.shape[:-1], weight.shape[0])
 
 
-def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, given: Inner) -> tuple[Tensor, Inner, Inner]:
+def _forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, given: Inner, state: State
+) -> tuple[Tensor, Inner, Inner]:
     """The output, and the buffers of input and weight that it was made from."""
-    x_inner = products.input_inner(plan, x)
-    w_inner = weights.operand(plan, weight, given)
+    x_inner = products.input_inner(plan, x, state)
+    w_inner = weights.operand(plan, weight, given, state)
     return products.fprop(plan, x_inner, w_inner, bias, x.dtype, x.shape[0], weight.shape[0]), x_inner, w_inner
 
 
@@ -57,40 +59,38 @@ class _Linear(torch.autograd.Function):
         plan: Plan,
         main_grad: Tensor | None,
         late: Late | None,
-        *given: Tensor | None,
+        *tensors: Tensor | None,
     ) -> Tensor:
-        out, x_inner, w_inner = _forward(x, weight, bias, plan, given)
+        state, given = State(*tensors[: len(NO_STATE)]), tensors[len(NO_STATE) :]
+        out, x_inner, w_inner = _forward(x, weight, bias, plan, given, state)
         kept_x = products.kept_input(plan, x, x_inner)
         kept_w = weights.kept(plan, weight, w_inner, given)
         ctx.save_for_backward(*kept_x, *kept_w)
-        ctx.plan = plan
-        ctx.main_grad, ctx.late = main_grad, late
-        ctx.x_buffers = len(kept_x)
-        ctx.has_bias = bias is not None
+        ctx.call = (plan, main_grad, late, len(kept_x), len(given))
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        ctx.columns = x.shape[1]
-        ctx.given = len(given)
+        ctx.features = x.shape[1]
+        ctx.state = state
         return out
 
     @staticmethod
     @once_differentiable  # a second derivative would see the quantized operands as constants and be wrong
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        plan: Plan = ctx.plan
-        saved = ctx.saved_tensors
-        kept_x, kept_w = saved[: ctx.x_buffers], saved[ctx.x_buffers :]
+        plan, main_grad, late, x_buffers, given = ctx.call
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
-        rows, columns = grad_output.shape
+        saved = ctx.saved_tensors
+        kept_x, kept_w = saved[:x_buffers], saved[x_buffers:]
+        (rows, columns), features = grad_output.shape, ctx.features
         dgrad = wgrad = bias_grad = None
         if plan.needs_dgrad or plan.needs_wgrad:
-            inner = products.grad_inner(plan, grad_output)
+            inner = products.grad_inner(plan, grad_output, ctx.state)
             if plan.needs_dgrad:
-                w_inner = weights.for_dgrad(plan, kept_w, columns, ctx.columns, x_dtype)
-                dgrad = products.dgrad(plan, inner, w_inner, x_dtype, rows, ctx.columns)
+                w_inner = weights.for_dgrad(plan, kept_w, columns, features, x_dtype)
+                dgrad = products.dgrad(plan, inner, w_inner, x_dtype, rows, features)
             if plan.needs_wgrad:
-                x_inner = products.input_for_wgrad(plan, kept_x, rows, ctx.columns, x_dtype)
+                x_inner = products.input_for_wgrad(plan, kept_x, rows, features, x_dtype)
                 wgrad = gradients.weight_gradient(
-                    plan, ctx.main_grad, ctx.late, inner, x_inner, weight_dtype, columns, ctx.columns
+                    plan, main_grad, late, inner, x_inner, weight_dtype, columns, features
                 )
-        if ctx.has_bias and ctx.needs_input_grad[2]:
+        if bias_dtype is not None and ctx.needs_input_grad[2]:
             bias_grad = grad_output.sum(0).to(bias_dtype)
-        return (dgrad, wgrad, bias_grad, None, None, None, *[None] * ctx.given)
+        return (dgrad, wgrad, bias_grad, None, None, None, *products.state_grads(ctx.state), *[None] * given)

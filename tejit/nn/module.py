@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from tejit import compat
 from tejit.format_info import HIGH_PRECISION_DTYPES
 from tejit.nn import gradients, products, weights
+from tejit.nn.apply import KeepsAttached
+from tejit.nn.delayed_state import Delayed
 from tejit.nn.gradients import Late, PutOff
 from tejit.nn.naming import Named, checked_name
-from tejit.nn.products import Plan
-from tejit.recipe import LinearQuantizers, Recipe, current_recipe
+from tejit.nn.products import Plan, State
+from tejit.recipe import LinearQuantizers, Recipe, current_group, current_recipe
 from tejit.tensor.quantizer import Inner
 
 Self = TypeVar("Self", bound="QuantizedModule")
@@ -42,6 +44,7 @@ class Product(NamedTuple):
         main_grad: what the weight's gradient is accumulated into, or None.
         late: what eager backward does beside computing it, or None.
         given: the weight's buffers where it came quantized, else empty.
+        state: the module's state of delayed scaling.
     """
 
     plan: Plan
@@ -49,6 +52,7 @@ class Product(NamedTuple):
     main_grad: Tensor | None
     late: Late | None
     given: Inner
+    state: State
 
 
 def checked_dtype(dtype: torch.dtype | None, params_dtype: torch.dtype | None) -> torch.dtype | None:
@@ -63,18 +67,17 @@ def checked_dtype(dtype: torch.dtype | None, params_dtype: torch.dtype | None) -
     return dtype if dtype is not None else params_dtype
 
 
-class QuantizedModule(Named, nn.Module):
+class QuantizedModule(Delayed, KeepsAttached, Named, nn.Module):
     """Base of the modules that quantize under ``tejit.autocast``; a mixin where torch has the module too.
 
-    A subclass calls :meth:`_init_quantized` after ``nn.Module.__init__``. In forward it asks :meth:`_quantizers` (None
+    A subclass calls :meth:`_init_quantized` after ``nn.Module.__init__`` and ``_init_delayed`` when the parameters are
+    there, with ``_products`` set to the number of its linear products. In forward it asks :meth:`_quantizers` (None
     means high precision) and makes one :meth:`_product` a linear product, whose numbers are ``index``.
     """
 
     fuse_wgrad_accumulation = False
     save_original_input = False
     delay_wgrad_compute = False
-    #: What a ``CustomRecipe`` is told of the module's products.
-    _module_type = "linear"
     _forward_recipe: Recipe | None = None
     _put_off: deque[PutOff]
     _known_readings: dict[str, Any]
@@ -112,7 +115,7 @@ class QuantizedModule(Named, nn.Module):
         self._begin()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in _OWN}
+        return {name: value for name, value in super().__getstate__().items() if name not in _OWN}
 
     # -- what forward asks --------------------------------------------------------------------------------------
     def _recipe(self) -> Recipe | None:
@@ -135,7 +138,11 @@ class QuantizedModule(Named, nn.Module):
         ``name`` is that of a product inside, for modules that have several; default: the module's.
         """
         recipe = self._recipe()
-        return None if recipe is None else recipe.for_linear(self.name if name is None else name, self._module_type)
+        return (
+            None
+            if recipe is None
+            else recipe.for_linear(self.name if name is None else name, module_type=self._module_type)
+        )
 
     def _operands(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, features: str = "in_features"
@@ -189,6 +196,15 @@ class QuantizedModule(Named, nn.Module):
         """
         grad = torch.is_grad_enabled()
         needs_dgrad, needs_wgrad = grad and needs_dgrad, grad and weight.requires_grad
+        if quantizers.delayed is not None and self.save_original_input:
+            raise ValueError(
+                "save_original_input=True and delayed scaling do not go together: by the time of backward the scale may"
+                " be another one"
+            )
+        state, delayed = self._delayed_state(quantizers.delayed)
+        if not (needs_dgrad or needs_wgrad):
+            state = state._replace(anchor=None)  # it would make the output require a gradient
+        group = current_group()
         source, usages = weights.CALL, (True, True)
         given: Inner = ()
         if weights.is_quantized(weight):
@@ -196,7 +212,8 @@ class QuantizedModule(Named, nn.Module):
             quantizers, usages, given = self._read(quantizers, weight, parameter)
         elif is_first_microbatch is not None:
             source = weights.WORKSPACE
-            given = self._cached(quantizers, weight, needs_dgrad, is_first_microbatch, parameter)
+            writing = Plan(quantizers, False, False, index * products.SLOTS, group=group)
+            given = self._cached(writing, state, weight, needs_dgrad, is_first_microbatch, parameter)
         main_grad, late, accumulate = None, None, True
         if needs_wgrad and (self.fuse_wgrad_accumulation or self.delay_wgrad_compute):
             owner = getattr(self, parameter)
@@ -213,8 +230,10 @@ class QuantizedModule(Named, nn.Module):
             usages,
             self.save_original_input,
             accumulate,
+            group,
+            delayed,
         )
-        return Product(plan, weight, main_grad, late, given)
+        return Product(plan, weight, main_grad, late, given, state)
 
     def _read(self, quantizers: LinearQuantizers, weight: Any, parameter: str) -> Any:
         """``weights.reading``, whose checks are made once for a parameter's quantizer in eager."""
@@ -267,18 +286,22 @@ class QuantizedModule(Named, nn.Module):
 
     # -- the workspace ------------------------------------------------------------------------------------------
     def _cached(
-        self, quantizers: LinearQuantizers, weight: Tensor, needs_dgrad: bool, is_first: bool, parameter: str
+        self, plan: Plan, state: State, weight: Tensor, needs_dgrad: bool, is_first: bool, parameter: str
     ) -> Inner:
         """The weight's buffers in the workspace, quantized anew in the first microbatch.
 
         Raises ``RuntimeError`` where no first microbatch filled it in this form.
         """
+        quantizers = plan.quantizers
         both = needs_dgrad and quantizers.backward_override is None
         compiling = torch.compiler.is_compiling()
         if not (is_first or compiling):
             known = self._known_workspaces.get(parameter)
             if known is not None and known[0] is quantizers and known[1] == both:
-                return known[2]
+                form_name, form, names = known[2]
+                if self.__dict__.get(form_name) == form:
+                    buffers = self._buffers
+                    return tuple([None if name is None else buffers[name] for name in names])
         quantizer = quantizers.weight.needing(True, both)
         form = f"{quantizers.weight_key} {both}"
         prefix = f"{_WORKSPACE}_{parameter}"
@@ -295,21 +318,22 @@ class QuantizedModule(Named, nn.Module):
             _allocate(self._key, parameter, tuple([(name, *spec) for name, spec in specs.items()]))
         metadata = quantizer.storage_metadata(weight.dtype)
         names = metadata["cls"]._keywords_of(metadata["nontensor_kwargs"])
-        inner = tuple([getattr(self, f"{prefix}{name}") if name in specs else None for name in names])
+        buffers = tuple([f"{prefix}{name}" if name in specs else None for name in names])
+        inner = tuple([None if name is None else getattr(self, name) for name in buffers])
         if is_first:
             with torch.no_grad():
-                made = products.quantized(quantizer, weight.detach(), multiple)
+                made = products.quantized(quantizer, weight.detach(), multiple, plan, state, products.WEIGHT)
                 for buffer, new in zip(inner, made, strict=True):
                     if buffer is not None and new is not None:
                         buffer.copy_(new)
             setattr(self, f"{prefix}_form", form)
         if not compiling:
-            self._known_workspaces[parameter] = (quantizers, both, inner)
+            form_name = f"{prefix}_form"
+            self._known_workspaces[parameter] = (quantizers, both, (form_name, getattr(self, form_name), buffers))
         return inner
 
     def _apply(self: Self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # The bytes of the workspace and their scales move with the module, and have no other dtype.
-        self._known_workspaces.clear()
         workspace = {name: self._buffers.pop(name) for name in list(self._buffers) if name.startswith(_WORKSPACE)}
         try:
             super()._apply(fn, recurse)
@@ -319,6 +343,9 @@ class QuantizedModule(Named, nn.Module):
             assert buffer is not None
             moved = fn(buffer)
             self._buffers[name] = moved if moved.dtype == buffer.dtype else buffer.to(moved.device)
+            if buffer.is_meta or moved.is_meta:  # its bytes are gone
+                for attribute in [key for key in self.__dict__ if key.startswith(_WORKSPACE)]:
+                    del self.__dict__[attribute]
         return self
 
 

@@ -8,7 +8,7 @@ An autograd function calls, in forward: :func:`input_inner`, ``weights.operand``
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 from tejit.formats import IdentityQuantizer
 from tejit.kernels.gemm import gemm
 from tejit.kernels.padding import cut, padded
-from tejit.recipe import LinearQuantizers
+from tejit.recipe import DelayedState, LinearQuantizers
 from tejit.tensor import Quantizer
 from tejit.tensor.quantizer import Inner
 
@@ -39,6 +39,9 @@ class Plan(NamedTuple):
         weight_usages: ``(rowwise, columnwise)``: the directions in which a weight came quantized.
         save_original_input: save the input itself and quantize it again in backward.
         accumulate: a weight's gradient is added to ``main_grad``, rather than overwriting it.
+        group: the process group over which amax is reduced when a tensor is quantized, or None.
+        delayed: whom an eager backward tells that it wrote to the state; None in a graph, whose backward has the
+            state's anchor for that.
     """
 
     quantizers: LinearQuantizers
@@ -49,11 +52,73 @@ class Plan(NamedTuple):
     weight_usages: tuple[bool, bool] = (True, True)
     save_original_input: bool = False
     accumulate: bool = True
+    group: Any = None
+    delayed: DelayedState | None = None
 
 
-def quantized(quantizer: Quantizer, matrix: Tensor, multiple: int) -> Inner:
-    """Quantize a matrix, padded with zeros up to whole blocks: they add nothing to any of the three products."""
-    return quantizer.quantize_inner(padded(matrix, multiple, multiple))
+class State(NamedTuple):
+    """A module's state of delayed scaling, as the arguments of its autograd function: tensors, which graphs may then
+    change. All None where the recipe has no such state.
+
+    A backward reads them as they are by then, so they go into an attribute of the context and not through
+    ``save_for_backward``, which refuses what has changed. A graph makes the same difference, but for whole buffers
+    only: hence histories and not their first rows.
+
+    Attributes:
+        scale, history: float32 ``(2 * products,)`` and ``(rows, 2 * products)``, of input and weight of each product.
+        grad_scale, grad_history: float32 ``(products,)`` and ``(rows, products)``.
+        anchor: float32 ``(0,)``, whose gradient (:func:`state_grads`) tells of a compiled backward; else None.
+    """
+
+    scale: Tensor | None = None
+    history: Tensor | None = None
+    grad_scale: Tensor | None = None
+    grad_history: Tensor | None = None
+    anchor: Tensor | None = None
+
+
+NO_STATE = State()
+
+
+def quantized(
+    quantizer: Quantizer,
+    matrix: Tensor,
+    multiple: int,
+    plan: Plan | None = None,
+    state: State | None = None,
+    operand: int = INPUT,
+) -> Inner:
+    """Quantize a matrix, padded with zeros up to whole blocks: they add nothing to any of the three products.
+
+    ``plan`` and ``state`` say of which product and module ``matrix`` is the ``operand``: ``INPUT``, ``WEIGHT`` or
+    ``GRAD_OUTPUT``. A quantizer of delayed scaling needs them, and the group of the plan is heeded.
+    """
+    matrix = padded(matrix, multiple, multiple)
+    if plan is not None and plan.quantizers.delayed is not None:
+        scale, amax = _slot(plan, state, operand)
+        if operand == GRAD_OUTPUT and plan.delayed is not None:
+            plan.delayed.gradient_written()
+        by_slot: Any = quantizer  # a Float8SlotQuantizer, which torch 2.11 would deny of it in a graph
+        return by_slot.quantize_slot(matrix, scale, amax)
+    return quantizer.quantize_inner(matrix, None if plan is None else plan.group)
+
+
+def _slot(plan: Plan, state: State | None, operand: int) -> tuple[Tensor, Tensor]:
+    """``(scale, amax)`` of an operand, each ``(1,)``."""
+    assert state is not None  # whoever takes a recipe with state asks the module for it
+    product = plan.first_slot // SLOTS
+    if operand == GRAD_OUTPUT:
+        scale, history, at = state.grad_scale, state.grad_history, product
+    else:
+        scale, history, at = state.scale, state.history, GRAD_OUTPUT * product + operand
+    assert scale is not None
+    assert history is not None
+    return scale[at : at + 1], history[0, at : at + 1]
+
+
+def state_grads(state: State) -> tuple[Tensor | None, ...]:
+    """What backward returns for the state: nothing but the anchor's gradient."""
+    return (None, None, None, None, None if state.anchor is None else torch.zeros_like(state.anchor))
 
 
 def values(
@@ -71,11 +136,16 @@ def values(
     return cut(cls._construct(buffers, keywords, shape, first.device)._dequantize(dtype), rows, columns)
 
 
-def input_inner(plan: Plan, x: Tensor) -> Inner:
-    """The input's buffers: rowwise for fprop, and columnwise where they are saved for wgrad."""
+def input_quantizer(plan: Plan) -> Quantizer:
+    """What makes the input's buffers: rowwise for fprop, and columnwise where they are saved for wgrad."""
     quantizers = plan.quantizers
     columnwise = plan.needs_wgrad and quantizers.backward_override is None and not plan.save_original_input
-    return quantized(quantizers.input.needing(True, columnwise), x, quantizers.alignment)
+    return quantizers.input.needing(True, columnwise)
+
+
+def input_inner(plan: Plan, x: Tensor, state: State) -> Inner:
+    """The input's buffers, of :func:`input_quantizer`."""
+    return quantized(input_quantizer(plan), x, plan.quantizers.alignment, plan, state, INPUT)
 
 
 def kept_input(plan: Plan, x: Tensor | None, inner: Inner) -> Inner:
@@ -104,24 +174,24 @@ def input_for_wgrad(plan: Plan, kept: Inner, rows: int, columns: int, dtype: tor
             return kept
         (x,) = kept
         assert x is not None
-        return quantized(quantizers.input.columnwise, x, quantizers.alignment)
+        return quantized(quantizers.input.columnwise, x, quantizers.alignment, plan)
     if override == "high_precision":
         return kept
     if plan.save_original_input:
         (x,) = kept
         assert x is not None
-        kept = quantized(quantizers.input.rowwise, x, quantizers.alignment)
+        kept = quantized(quantizers.input.rowwise, x, quantizers.alignment, plan)
     reader = quantizers.input.rowwise
     return (values(reader, reader, kept, rows, columns, quantizers.alignment, dtype),)
 
 
-def grad_inner(plan: Plan, grad_output: Tensor) -> Inner:
+def grad_inner(plan: Plan, grad_output: Tensor, state: State) -> Inner:
     """The buffers of ``grad_output`` for the products that backward needs (at least one)."""
     quantizers = plan.quantizers
     if quantizers.backward_override is not None:
         return (grad_output,)
     quantizer = quantizers.grad_output.needing(plan.needs_dgrad, plan.needs_wgrad)
-    return quantized(quantizer, grad_output, quantizers.alignment)
+    return quantized(quantizer, grad_output, quantizers.alignment, plan, state, GRAD_OUTPUT)
 
 
 def fprop(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tejit.formats.float8 import Float8TensorStorage
 from tejit.nn import products
-from tejit.nn.products import Plan
+from tejit.nn.products import Plan, State
 from tejit.recipe import LinearQuantizers, Variants
 from tejit.tensor import QuantizedTensor, Quantizer
 from tejit.tensor.quantizer import Inner
@@ -26,6 +26,11 @@ _NOT_FORMAT = ("quantizer", "fake_dtype", "with_gemm_swizzled_scales")
 def is_quantized(weight: Any) -> bool:
     """Whether a weight is a quantized tensor."""
     return isinstance(weight, QuantizedTensor)
+
+
+def values(weight: Any) -> Tensor:
+    """A weight for a product in high precision: a quantized one is dequantized to its nominal dtype."""
+    return weight.dequantize() if is_quantized(weight) else weight
 
 
 def reading(quantizers: LinearQuantizers, weight: Any, name: str) -> tuple[LinearQuantizers, tuple[bool, bool], Inner]:
@@ -77,17 +82,18 @@ def _check_fit(quantizer: Quantizer, weight: Any, name: str, multiple: int) -> N
 
 
 # -- in an autograd function ----------------------------------------------------------------------------------
-def operand(plan: Plan, weight: Tensor, given: Inner) -> Inner:
+def operand(plan: Plan, weight: Tensor, given: Inner, state: State) -> Inner:
     """The weight's buffers for fprop; ``given`` are those that came quantized, empty where the call quantizes."""
     quantizers = plan.quantizers
     if plan.weight_source == CALL:
         columnwise = plan.needs_dgrad and quantizers.backward_override is None
-        return products.quantized(quantizers.weight.needing(True, columnwise), weight, quantizers.alignment)
+        quantizer = quantizers.weight.needing(True, columnwise)
+        return products.quantized(quantizer, weight, quantizers.alignment, plan, state, products.WEIGHT)
     if plan.weight_usages[0]:
         return given
     rows, columns = weight.shape
     made = _values(plan, quantizers.weight.columnwise, given, rows, columns, weight.dtype)
-    return products.quantized(quantizers.weight.rowwise, made, quantizers.alignment)
+    return products.quantized(quantizers.weight.rowwise, made, quantizers.alignment, plan, state, products.WEIGHT)
 
 
 def kept(plan: Plan, weight: Tensor, inner: Inner, given: Inner) -> Inner:
@@ -123,7 +129,7 @@ def for_dgrad(plan: Plan, saved: Inner, rows: int, columns: int, dtype: torch.dt
         if made is not None:
             return made
     again = _values(plan, reader, saved, rows, columns, dtype)
-    return products.quantized(quantizers.weight.columnwise, again, quantizers.alignment)
+    return products.quantized(quantizers.weight.columnwise, again, quantizers.alignment, plan)
 
 
 def _values(plan: Plan, reader: Quantizer, inner: Inner, rows: int, columns: int, dtype: torch.dtype) -> Tensor:

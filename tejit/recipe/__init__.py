@@ -2,15 +2,21 @@
 
 from tejit.recipe.context import (
     autocast,
+    current_group,
+    current_pass,
     current_recipe,
     default_recipe,
     is_fp8_available,
     is_fp8_block_scaling_available,
     is_mxfp8_available,
     is_nvfp4_available,
+    observed_recipe,
 )
 from tejit.recipe.custom import CustomRecipe, QuantizerRole
+from tejit.recipe.delayed import DelayedScaling, delayed_rules
+from tejit.recipe.model_init import quantized_model_init
 from tejit.recipe.recipes import (
+    DelayedRule,
     Float8BlockScaling,
     Float8CurrentScaling,
     Format,
@@ -19,9 +25,14 @@ from tejit.recipe.recipes import (
     Variants,
 )
 from tejit.recipe.small_blocks import MXFP8BlockScaling, NVFP4BlockScaling
+from tejit.recipe.state import DelayedBuffers, DelayedState
 
 __all__ = [
     "CustomRecipe",
+    "DelayedBuffers",
+    "DelayedRule",
+    "DelayedScaling",
+    "DelayedState",
     "Float8BlockScaling",
     "Float8CurrentScaling",
     "Format",
@@ -32,10 +43,15 @@ __all__ = [
     "Recipe",
     "Variants",
     "autocast",
+    "current_group",
+    "current_pass",
     "current_recipe",
     "default_recipe",
+    "delayed_rules",
     "is_fp8_available",
     "is_fp8_block_scaling_available",
     "is_mxfp8_available",
     "is_nvfp4_available",
+    "observed_recipe",
+    "quantized_model_init",
 ]

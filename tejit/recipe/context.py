@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import threading
 from types import TracebackType
+from typing import Any, NamedTuple
 
 import torch
 
 from tejit import compat
 from tejit import device as hardware
+from tejit.recipe.delayed import delayed_rules
 from tejit.recipe.recipes import Float8CurrentScaling, Recipe
 from tejit.recipe.small_blocks import MXFP8BlockScaling
+from tejit.recipe.state import Pass
+
+
+class _Outer(NamedTuple):
+    """What was in force before an ``autocast``."""
+
+    recipe: Recipe | None
+    observing: Recipe | None
+    group: Any
+    running: Pass | None
 
 
 class _State(threading.local):
@@ -19,7 +31,10 @@ class _State(threading.local):
 
     def __init__(self) -> None:  # once a thread; torch 2.11 reads a class attribute past the thread's own value
         self.recipe: Recipe | None = None
-        self.outer: list[Recipe | None] = []  # of the contexts that this thread is in
+        self.observing: Recipe | None = None
+        self.group: Any = None
+        self.running: Pass | None = None
+        self.outer: list[_Outer] = []  # of the contexts that this thread is in
 
 
 _state = _State()
@@ -33,36 +48,82 @@ class autocast:
     Args:
         enabled: False switches quantization off inside an outer ``autocast``.
         recipe: how to quantize; None means :func:`default_recipe`.
+        calibrating: with ``enabled=False``, compute in high precision and let the forward slots of delayed scaling
+            collect amax, under ``no_grad`` too, so that the state is there when quantization is switched on. With
+            ``enabled=True`` it changes nothing.
+        amax_reduction_group: a ``torch.distributed`` process group over which amax is reduced (MAX): that of delayed
+            scaling when it rolls (where the recipe has ``reduce_amax``), that of current scaling and NVFP4 when a
+            tensor is quantized.
+
+    The state of delayed scaling rolls at the exit of the outermost ``autocast`` (inputs and weights of the modules
+    that ran with gradients enabled) and at the end of backward (gradients).
 
     One instance may be entered again after it was left, and inside itself. Works inside and outside of
     compiled regions; returning to an earlier recipe recompiles nothing. Make recipes outside of them.
 
-    Raises ``TypeError`` where ``recipe`` is no recipe or ``enabled`` no bool.
+    Raises ``TypeError`` where ``recipe`` is no recipe or ``enabled`` or ``calibrating`` no bool.
     """
 
-    def __init__(self, enabled: bool = True, *, recipe: Recipe | None = None) -> None:
+    def __init__(
+        self,
+        enabled: bool = True,
+        *,
+        recipe: Recipe | None = None,
+        calibrating: bool = False,
+        amax_reduction_group: Any = None,
+    ) -> None:
         if not isinstance(enabled, bool):
             raise TypeError(f"enabled is {enabled!r}; it must be True or False (a recipe is given as recipe=...)")
         if recipe is not None and not isinstance(recipe, Recipe):
             raise TypeError(
                 f"recipe is {recipe!r}; it must be an instance of a recipe, such as tejit.recipe.Float8CurrentScaling()"
             )
-        self._recipe = (default_recipe() if recipe is None else recipe) if enabled else None
+        if not isinstance(calibrating, bool):
+            raise TypeError(f"calibrating is {calibrating!r}; it must be True or False")
+        asked = (default_recipe() if recipe is None else recipe) if enabled or calibrating else None
+        self._recipe = asked if enabled else None
+        self._observing = None if enabled else asked
+        self._group = amax_reduction_group
+        self._delayed = len(delayed_rules(asked)) > 0
 
     def __enter__(self) -> autocast:
-        _state.outer.append(_state.recipe)
-        _state.recipe = self._recipe
+        state = _state
+        state.outer.append(_Outer(state.recipe, state.observing, state.group, state.running))
+        state.recipe, state.observing, state.group = self._recipe, self._observing, self._group
+        if state.running is None:
+            state.running = Pass(traced=torch.compiler.is_compiling())
+        if self._delayed:
+            state.running.delayed = True
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _state.recipe = _state.outer.pop()
+        state = _state
+        running, outer = state.running, state.outer.pop()
+        state.recipe, state.observing, state.group, state.running = outer
+        if outer.running is None and running is not None and kind is None:
+            running.close()
 
 
 def current_recipe() -> Recipe | None:
     """The recipe in force in this thread; None outside of ``autocast``."""
     return _state.recipe
+
+
+def observed_recipe() -> Recipe | None:
+    """The recipe whose state high-precision modules calibrate in this thread; None where none asks for it."""
+    return _state.observing
+
+
+def current_group() -> Any:
+    """The ``amax_reduction_group`` in force in this thread."""
+    return _state.group
+
+
+def current_pass() -> Pass | None:
+    """The outermost ``autocast`` of this thread; None outside."""
+    return _state.running
 
 
 def default_recipe() -> Recipe:

@@ -104,7 +104,7 @@ class CustomRecipe(Recipe):
 def _slot(key: str, module_type: str, name: str | None) -> str:
     """The attribute of the recipe's ``_made`` that holds what it says of a module, made at the first call."""
     recipe = _recipes[key]
-    slot = f"{module_type} {name!r}"
+    slot = f"{module_type} {name!r}".encode().hex()  # torch 2.14 traces no attribute with a dot in its name
     if not hasattr(recipe._made, slot):
         setattr(recipe._made, slot, recipe._make(module_type, name))
     return slot

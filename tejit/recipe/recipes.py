@@ -64,12 +64,23 @@ def variants(quantizer: Quantizer) -> Variants:
     )
 
 
+class DelayedRule(NamedTuple):
+    """How the state of delayed scaling rolls, see ``DelayedScaling``; the maxima are those of the element types."""
+
+    forward_max: float
+    backward_max: float
+    margin: int
+    length: int
+    algo: str
+    reduce_amax: bool
+
+
 class LinearQuantizers(NamedTuple):
     """What a linear layer quantizes: ``y = input @ weight.T`` and the two products with ``grad_output``.
 
-    ``alignment`` is what all sizes of the operands are padded to; the next three say whether a GEMM may accumulate
+    ``alignment`` is what all sizes of the operands are padded to; ``fast_accum_*`` say whether a GEMM may accumulate
     in fewer bits than float32 has; ``backward_override`` is the recipe's; ``weight_key`` is equal where weights are
-    quantized alike.
+    quantized alike. With ``delayed`` the scales come from the module's state, which rolls by that rule.
     """
 
     input: Variants
@@ -81,6 +92,7 @@ class LinearQuantizers(NamedTuple):
     fast_accum_wgrad: bool
     backward_override: str | None
     weight_key: str
+    delayed: DelayedRule | None = None
 
 
 def linear_quantizers(
@@ -149,15 +161,21 @@ class Recipe:
         """The quantizers of a linear layer under this recipe."""
         raise NotImplementedError(f"{type(self).__name__} does not define linear")
 
-    def for_linear(self, name: str | None, module_type: str = "linear") -> LinearQuantizers | None:
-        """The quantizers of the layer of this name; None for high precision. ``module_type`` is what a
-        ``CustomRecipe`` is told (``QuantizerRole``)."""
+    def for_linear(
+        self, name: str | None, product: str | None = None, module_type: str = "linear"
+    ) -> LinearQuantizers | None:
+        """The quantizers of the linear layer of this name; None for high precision.
+
+        ``product`` is which one, where a module has several (``fc1``): it is called ``name.product``, and a pattern
+        may match that or the module's name. ``module_type`` is what a ``CustomRecipe`` is told.
+        """
+        full = name if name is None or product is None else f"{name}.{product}"
         if self.overrides:
-            index = _first_match(tuple([pattern for pattern, _ in self.overrides]), name)
+            index = _first_match(tuple([pattern for pattern, _ in self.overrides]), name, full)
             if index is not None:
                 other = self.overrides[index][1]
-                return None if other is None else other._linear_of(name, module_type)
-        return self._linear_of(name, module_type)
+                return None if other is None else other._linear_of(full, module_type)
+        return self._linear_of(full, module_type)
 
     def _linear_of(self, name: str | None, module_type: str) -> LinearQuantizers | None:
         return self.linear
@@ -178,12 +196,14 @@ def _checked_overrides(overrides: Any) -> tuple[tuple[str, Recipe | None], ...]:
 
 
 @compat.constant_result
-def _first_match(patterns: tuple[str, ...], name: str | None) -> int | None:
-    """The place of the first pattern that matches a module's name."""
-    if name is None:
+def _first_match(patterns: tuple[str, ...], name: str | None, full: str | None) -> int | None:
+    """The place of the first pattern that matches a module's name or, in full, that of its product."""
+    if name is None or full is None:
         _warn_of_no_name(patterns)
         return None
-    return next((i for i, pattern in enumerate(patterns) if fnmatch.fnmatchcase(name, pattern)), None)
+    return next(
+        (i for i, pattern in enumerate(patterns) if any(fnmatch.fnmatchcase(n, pattern) for n in (name, full))), None
+    )
 
 
 @functools.cache

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from tejit.format_info import HIGH_PRECISION_DTYPES
+from tejit.tensor.attached import PARAMETER_MARK, carry
 from tejit.tensor.storage import QuantizedTensorStorage
 
 aten = torch.ops.aten
@@ -140,7 +142,7 @@ def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         moved = buffer.to(device, non_blocking=lazy, copy=True, memory_format=torch.contiguous_format)
         return moved.pin_memory() if pin else moved
 
-    return source._map(move, fake_dtype=dtype)
+    return _with_attached(source, source._map(move, fake_dtype=dtype))
 
 
 @_handles(aten._pin_memory.default)
@@ -162,7 +164,18 @@ def _record_stream(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 @_handles(aten.empty_like.default)
 def _empty_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return _fresh(args[0], tuple(args[0].shape), kwargs)
+    return _with_attached(args[0], _fresh(args[0], tuple(args[0].shape), kwargs))
+
+
+def _with_attached(source: Any, result: Any) -> Any:
+    """A module puts a converted buffer in the buffer's place, so it takes along what was attached to it. A Parameter
+    stays the object that it is (``tejit.tensor.swapping``), and a tensor with a history is another value.
+
+    Of ``empty_like`` autograd detaches what refers to itself, which loses the attributes again."""
+    leaf = not (torch.is_grad_enabled() and source.requires_grad)
+    if leaf and result is not NotImplemented and PARAMETER_MARK not in source.__dict__:
+        carry(source, result)
+    return result
 
 
 @_handles(aten.new_empty.default)
@@ -213,7 +226,7 @@ def _refuse_sharding(tensor: Any) -> None:
     """Raises ``NotImplementedError`` where ``fully_shard`` asks: its shards would be dequantized, and nothing say so.
 
     It calls nothing on a parameter that only it would, hence the look at the callers."""
-    frame = sys._getframe()
+    frame: types.FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_globals.get("__name__") == _FSDP2:
             raise NotImplementedError(

@@ -84,6 +84,9 @@ def _fp8(device: str) -> Arguments:
     yield "fp8_quantize_delayed", (x[:0], 1, True, False, one, one * 0)
     yield "fp8_quantize_delayed_out", (x, 1, one, one * 0, None, None, out[1], one.clone())
     yield "fp8_quantize_delayed_out", (x, 0, one, one * 0, one * 0, *out, one.clone())
+    histories, scales = [torch.rand(4, n, device=device) for n in (2, 3)], [one.repeat(n) for n in (2, 3)]
+    yield "fp8_delayed_update_", (histories, scales, [one.repeat(n) for n in (2, 3)], 448.0, 3, 0, "max")
+    yield "fp8_delayed_update_", (histories, scales, [], 448.0, 4, 1, "most_recent")
     yield "fp8_make_empty", ([6, 10], True, True, torch.device(device), False)
     yield "fp8_make_empty", ([], True, False, torch.device(device), False)
 

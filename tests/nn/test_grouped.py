@@ -10,7 +10,7 @@ from torch import nn
 
 import tejit
 from tejit import Float8CurrentScalingQuantizer
-from tejit.recipe import CustomRecipe, Float8BlockScaling, Float8CurrentScaling, NVFP4BlockScaling
+from tejit.recipe import CustomRecipe, DelayedScaling, Float8BlockScaling, Float8CurrentScaling, NVFP4BlockScaling
 from tests.common import DEVICES, DTYPES, poisoned_memory, short
 from tests.nn.bounds import STATELESS, bounds, relative_error
 from tests.nn.test_linear_bounds import made
@@ -280,6 +280,52 @@ def test_quantized_weights(name) -> None:
     x, grad = data(SHORT, plain)
     with tejit.autocast(recipe=recipe):
         assert_same(step(module, module, x, grad, SHORT), step(plain, plain, x, grad, SHORT))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "aot_eager"])
+def test_delayed_scaling_has_slots_for_each_group(compiled, device) -> None:
+    """Each group's scales are those that its Linear has; a group without rows keeps its own."""
+    torch._dynamo.reset()
+    module, recipe = grouped(3, device), DelayedScaling()
+    layers = alone(module)
+    function = torch.compile(module, backend="aot_eager", fullgraph=True) if compiled else module
+    assert module._delayed_scale.shape == (6,)
+    assert module._delayed_grad_scale.shape == (3,)
+    for number in range(4):
+        splits = [3, 0, 5] if number == 2 else [3, 7, 5]
+        x, grad = data(splits, module)
+        x = x * 10**number
+        with tejit.autocast(recipe=recipe):
+            got = step(function, module, x, grad, splits)
+            want = step_alone(layers, x, grad, splits)
+        assert_same(got, want)
+        for n, layer in enumerate(layers):
+            assert torch.equal(module._delayed_scale[2 * n : 2 * n + 2], layer._delayed_scale), (number, n)
+            assert torch.equal(module._delayed_grad_scale[n : n + 1], layer._delayed_grad_scale), (number, n)
+    assert (module._delayed_scale != 1).all()
+    twin = grouped(3, device)
+    twin.load_state_dict(module.state_dict())
+    with tejit.autocast(recipe=recipe), torch.no_grad():
+        assert torch.equal(twin(x, splits), module(x, splits))
+
+
+def test_calibration_sees_each_group() -> None:
+    module, (x, _) = grouped(2), data([3, 4], grouped(2))
+    with tejit.autocast(enabled=False, calibrating=True, recipe=DelayedScaling()):
+        module(x, [3, 4])
+    amax = torch.stack([t.detach().abs().max() for t in (x[:3], module.weight0, x[3:], module.weight1)])
+    assert torch.equal(module._delayed_scale, torch.tensor(torch.finfo(torch.float8_e4m3fn).max) / amax)
+
+
+def test_quantized_model_init_quantizes_every_group() -> None:
+    with tejit.quantized_model_init(recipe=Float8BlockScaling()):
+        module = grouped(2, i=128, o=256)
+    plain = grouped(2, i=128, o=256)
+    assert all(isinstance(getattr(module, f"weight{n}"), tejit.QuantizedTensor) for n in range(2))
+    x, grad = data([3, 4], plain)
+    with tejit.autocast(recipe=Float8BlockScaling()):
+        assert_same(step(module, module, x, grad, [3, 4]), step(plain, plain, x, grad, [3, 4]))
 
 
 def test_custom_recipes_are_told_grouped_linear_and_overrides_match_its_name() -> None:

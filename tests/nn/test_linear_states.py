@@ -79,6 +79,8 @@ def test_deferred_initialisation(recipe) -> None:
     x = torch.randn(4, 32)
     with tejit.autocast(recipe=recipe):
         y = model(x)
+        with pytest.raises(RuntimeError, match="is_first_microbatch=True"):  # what was there is gone
+            model[0](x, is_first_microbatch=False)
         assert torch.equal(model[0](x, is_first_microbatch=True), model[0](x))
     y.sum().backward()
     assert y.isfinite().all()

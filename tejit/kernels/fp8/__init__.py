@@ -15,6 +15,7 @@ from tejit.kernels.fp8.reference import dequantize, transposed_shape
 
 __all__ = [
     "amax",
+    "delayed_update_",
     "dequantize",
     "make_empty",
     "quantize_current",
@@ -110,6 +111,19 @@ def quantize_delayed_out(
         torch.ops.tejit.fp8_quantize_delayed_out.default(x, fp8, scale, amax, noop, data, transpose, scale_inv)
     else:
         reference.quantize_delayed_out(x, fp8, scale, amax, noop, data, transpose, scale_inv)
+
+
+def delayed_update_(
+    histories: list[Tensor],
+    scales: list[Tensor],
+    previous: list[Tensor],
+    fp8_max: float,
+    length: int,
+    margin: int,
+    algo: str,
+) -> None:
+    """``delayed.update_in_place`` as an op: one mutation to a graph, with eager's bits whatever compiles it."""
+    torch.ops.tejit.fp8_delayed_update_.default(histories, scales, previous, fp8_max, length, margin, algo)
 
 
 def make_empty(

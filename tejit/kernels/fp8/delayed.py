@@ -51,11 +51,39 @@ def update(
     amax = history.amax(0) if algo == "max" else history[0]
     # In float64 the product and the power are exact and the quotient rounds once to the float32 of IEEE's division
     # of the float32 numerator, which torch's own `number / tensor` does not give.
-    numerator = torch.as_tensor(fp8_max, dtype=torch.float64, device=history.device) * 2.0**-margin
-    fresh = torch.div(numerator, amax.to(torch.float64)).to(torch.float32)
+    # A number becomes a tensor by a fill, which a CUDA graph can capture; a copy from the host it cannot.
+    largest = amax.new_full((), fp8_max, dtype=torch.float64) if isinstance(fp8_max, (int, float)) else fp8_max
+    fresh = torch.div(largest.to(torch.float64) * 2.0**-margin, amax.to(torch.float64)).to(torch.float32)
     fresh = torch.where(torch.isinf(fresh), torch.full_like(fresh, FLT_MAX), fresh)
     fresh = torch.where(torch.isfinite(amax) & (amax > 0), fresh, scale)
     rolled = torch.cat([torch.zeros_like(history[:1]), history[2:], history[:1]])[: history.shape[0]]
     if used is None:
         return rolled, fresh
     return torch.where(used, rolled, history), torch.where(used, fresh, scale)
+
+
+def update_in_place(
+    histories: list[Tensor],
+    scales: list[Tensor],
+    previous: list[Tensor],
+    fp8_max: float,
+    length: int,
+    margin: int,
+    algo: str,
+) -> None:
+    """:func:`update` of the states of several modules at once, in place.
+
+    Args:
+        histories: float32 ``(>= length, n_i)`` each; the first ``length`` rows are the history.
+        scales: float32 ``(n_i,)`` each.
+        previous: what receives the old scales, shaped as they are; an empty list where nobody needs them.
+        fp8_max, margin, algo: as in :func:`update`.
+        length: rows of the history.
+    """
+    sizes = [scale.shape[0] for scale in scales]
+    used = [history[:length] for history in histories]
+    rolled, fresh = update(torch.cat(used, 1), torch.cat(scales), fp8_max, margin, algo)
+    if previous:
+        torch._foreach_copy_(previous, scales)
+    torch._foreach_copy_(used, rolled.split(sizes, 1))
+    torch._foreach_copy_(scales, fresh.split(sizes))

@@ -63,3 +63,15 @@ def quantize_delayed_out(
     scale_inv: Tensor,
 ) -> None:
     return None
+
+
+def delayed_update_(
+    histories: list[Tensor],
+    scales: list[Tensor],
+    previous: list[Tensor],
+    fp8_max: float,
+    length: int,
+    margin: int,
+    algo: str,
+) -> None:
+    """Nothing is returned."""

@@ -1,0 +1,286 @@
+"""The state of delayed scaling in modules: its buffers, what a forward takes from them, and how they are kept.
+
+A module has ``2 * products`` forward slots (input and weight of each product) and ``products`` gradient slots, in
+buffers of their own: a forward in a graph changes the first only and a backward the second only, so that neither sees
+values from the other's time. When they roll is told in ``tejit.recipe.state``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tejit import compat
+from tejit.kernels import fp8
+from tejit.nn import weights
+from tejit.nn.products import NO_STATE, State
+from tejit.recipe import (
+    DelayedBuffers,
+    DelayedRule,
+    DelayedState,
+    Recipe,
+    current_group,
+    current_pass,
+    current_recipe,
+    delayed_rules,
+    observed_recipe,
+)
+from tejit.tensor.attached import carry
+
+SCALE = "_delayed_scale"
+HISTORY = "_delayed_amax_history"
+GRAD_SCALE = "_delayed_grad_scale"
+GRAD_HISTORY = "_delayed_grad_amax_history"
+#: The scale before the last roll, for a recomputation after it. Means nothing between steps, so it is not stored.
+PREVIOUS = "_delayed_previous_scale"
+#: The buffers that are state, hence keys of a state dict.
+STORED = (SCALE, HISTORY, GRAD_SCALE, GRAD_HISTORY)
+#: Rows of a history: what any recipe up to this length can use at any time.
+ROWS = 1024
+
+
+class Delayed(nn.Module):
+    """Mixin of modules that quantize: the state of delayed scaling.
+
+    Buffers, all float32 whatever the module is converted to: ``_delayed_scale`` ``(2 * products,)`` and
+    ``_delayed_amax_history`` ``(1024, 2 * products)``, and ``_delayed_grad_scale``, ``_delayed_grad_amax_history``
+    with ``products`` columns. A recipe with a shorter history uses the first rows. They are keys of the state dict
+    where the module was built under ``DelayedScaling`` (or :meth:`keep_delayed_state` was called), else from the first
+    step under it. Loading takes them present or absent, which means fresh state; see :func:`plain_state_dict`.
+
+    Attributes:
+        _products: how many linear products the module computes.
+        _module_type: what a ``CustomRecipe`` is told of them.
+    """
+
+    _products = 1
+    _module_type = "linear"
+    _delayed: DelayedState
+
+    def _init_delayed(self, device: torch.device) -> None:
+        """Called at the end of the constructor, inside the contexts that it was called in."""
+        rules = delayed_rules(current_recipe())
+        fresh = _fresh(self._products, max([ROWS, *[rule.length for rule in rules]]), device)
+        for name, tensor in fresh.items():
+            self.register_buffer(name, tensor, persistent=False)
+        self._delayed = self._new_state(device, stored=bool(rules))
+
+    def _new_state(self, device: torch.device, stored: bool) -> DelayedState:
+        me = weakref.ref(self)
+        return DelayedState(lambda: _buffers(me()), device, stored)
+
+    def keep_delayed_state(self, recipe: Recipe) -> None:
+        """Prepare for a recipe as if built under it: room for its history, state-dict keys from the start. Does
+        nothing for a recipe without delayed scaling."""
+        rules = delayed_rules(recipe)
+        if rules:
+            self._make_rows(max([rule.length for rule in rules]))
+            self._delayed.stored = True
+
+    def _make_rows(self, rows: int) -> None:
+        """Lengthen the histories to at least ``rows``; what they hold stays."""
+        for name in (HISTORY, GRAD_HISTORY):
+            old = self._buffers[name]
+            assert old is not None
+            if old.shape[0] < rows:
+                longer = old.new_zeros(rows, old.shape[1])
+                longer[: old.shape[0]].copy_(old)
+                self._buffers[name] = longer
+
+    # -- use ----------------------------------------------------------------------------------------------------
+    def _delayed_state(self, rule: DelayedRule | None) -> tuple[State, DelayedState | None]:
+        """What a forward needs: the tensors for its autograd function, and whom an eager backward tells.
+
+        Empty where ``rule`` is None. Notes that the module ran, where gradients are enabled; where they are not, amax
+        is collected in a tensor that is thrown away.
+
+        Raises ``ValueError`` for a history longer than the module's.
+        """
+        if rule is None:
+            return NO_STATE, None
+        self._require_rows(rule)
+        state = self._delayed
+        compiling = torch.compiler.is_compiling()
+        scale, collects = self._delayed_scale, torch.is_grad_enabled()
+        if not compiling and compat.in_backward():
+            # A recomputation: it needs the scale of the forward that it repeats, and its amax was collected then.
+            scale, collects = self._delayed_previous_scale if state.rolled else scale, False
+            state.roll_after_backward()
+        else:
+            collects = collects or (not compiling and compat.in_reentrant_checkpoint())
+            if collects:
+                self._note_forward(rule)
+        return State(
+            scale=scale,
+            history=self._delayed_amax_history if collects else torch.zeros_like(scale).unsqueeze(0),
+            grad_scale=self._delayed_grad_scale,
+            grad_history=self._delayed_grad_amax_history,
+            anchor=state.anchor if compiling and torch.is_grad_enabled() else None,
+        ), None if compiling else state
+
+    def _require_rows(self, rule: DelayedRule) -> None:
+        rows = self._delayed_amax_history.shape[0]
+        if rule.length > rows:
+            raise ValueError(
+                f"amax_history_len is {rule.length}, and this {type(self).__name__} keeps a history of {rows}: build it"
+                " inside of autocast with that recipe, or call module.keep_delayed_state(recipe) before the first step"
+            )
+
+    def _note_forward(self, rule: DelayedRule) -> None:
+        """A forward, no recomputation, collects amax."""
+        state, running = self._delayed, current_pass()
+        state.rule, state.group, state.stored = rule, current_group(), True
+        state.rolled = state.queued = False
+        if running is not None:
+            running.note(state)
+
+    def _calibrate(self, *operands: Tensor, products: tuple[str | None, ...] = (None,)) -> None:
+        """In ``autocast(enabled=False, calibrating=True)``: take the operands' amax into the forward slots.
+
+        ``operands``: input and weight of each product, in the order of the slots; ``products``: what the recipe calls
+        these beside the module's name. Does nothing elsewhere, in a recomputation, or for products without delayed
+        scaling.
+        """
+        recipe = observed_recipe()
+        if recipe is None or (not torch.compiler.is_compiling() and compat.in_backward()):
+            return
+        name = getattr(self, "name", None)
+        for number, product in enumerate(products):
+            quantizers = recipe.for_linear(name, product, self._module_type)
+            if quantizers is None or quantizers.delayed is None:
+                continue
+            self._require_rows(quantizers.delayed)
+            self._note_forward(quantizers.delayed)
+            with torch.no_grad():
+                pair = [weights.values(operand).detach() for operand in operands[2 * number : 2 * number + 2]]
+                row = self._delayed_amax_history[0, 2 * number : 2 * number + 2]
+                row.copy_(torch.maximum(row, torch.cat([fp8.amax(operand) for operand in pair])))
+
+    # -- moving, copying ----------------------------------------------------------------------------------------
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        names = (*STORED, PREVIOUS)
+        before = {name: self._buffers[name] for name in names if name in self._buffers}
+        result = super()._apply(fn, recurse)
+        for name, old in before.items():
+            new = self._buffers[name]
+            assert old is not None
+            assert new is not None
+            if old.is_meta and not new.is_meta:
+                new = _fresh(self._products, old.shape[0], new.device)[name]
+            elif new.dtype != old.dtype:
+                new = old.to(new.device)
+            now = self._buffers[name]
+            if new is not now and new is not old:
+                carry(now, new)
+            self._buffers[name] = new
+        if before and self._delayed.anchor.device != self._delayed_scale.device:
+            self._delayed.move(self._delayed_scale.device)
+        return result
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._delayed = self._new_state(self._delayed_scale.device, stored=bool(self.__dict__["_delayed"]))
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Of what is known beside the tensors, a copy needs to know only whether they are stored.
+        return {**self.__dict__, "_delayed": self._delayed.stored}
+
+    # -- state dicts --------------------------------------------------------------------------------------------
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self._delayed.stored:
+            for name in STORED:
+                tensor = self._buffers[name]
+                assert tensor is not None
+                destination[prefix + name] = tensor if keep_vars else tensor.detach()
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        ours = {name: state_dict[prefix + name] for name in STORED if prefix + name in state_dict}
+        rest = {key: value for key, value in state_dict.items() if key[len(prefix) :] not in STORED}
+        super()._load_from_state_dict(rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        if ours:
+            missing_keys.extend([prefix + name for name in STORED if name not in ours])
+            for name, value in ours.items():
+                self._load_tensor(name, value, prefix, error_msgs)
+            self._delayed.stored = True
+        elif any(prefix + name in rest for name in self._parameters):
+            device = next(p.device for p in self._parameters.values() if p is not None)
+            rows = self._delayed_amax_history.shape[0]
+            for name, value in _fresh(self._products, rows, device).items():
+                self._set(name, value)
+        if self._delayed_previous_scale.device != self._delayed_scale.device:  # was on meta, and got memory
+            self._set(PREVIOUS, self._delayed_scale)
+            self._delayed.move(self._delayed_scale.device)
+
+    def _load_tensor(self, name: str, value: Any, prefix: str, error_msgs: list[str]) -> None:
+        """Histories may be longer or shorter than ours, all else must fit."""
+        mine = self._buffers[name]
+        assert mine is not None
+        is_history = name in (HISTORY, GRAD_HISTORY)
+        if not isinstance(value, Tensor) or value.dtype != mine.dtype or value.dim() != mine.dim():
+            what = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            error_msgs.append(f"{prefix}{name} is {what} in the state dict; {mine.dtype} {tuple(mine.shape)} is needed")
+        elif value.shape[-1] != mine.shape[-1] or (is_history and value.shape[0] == 0):
+            error_msgs.append(
+                f"{prefix}{name} has shape {tuple(value.shape)} in the state dict and {tuple(mine.shape)} here"
+            )
+        else:
+            if is_history:
+                self._make_rows(value.shape[0])
+                value = torch.cat([value, value.new_zeros(max(0, mine.shape[0] - value.shape[0]), value.shape[1])])
+            self._set(name, value)
+
+    def _set(self, name: str, value: Tensor) -> None:
+        mine = self._buffers[name]
+        assert mine is not None
+        if mine.is_meta:  # load_state_dict(assign=True) into a module without memory
+            self._buffers[name] = value.detach().clone()
+        else:
+            with torch.no_grad():
+                mine.copy_(value)
+
+
+def _fresh(products: int, rows: int, device: torch.device) -> dict[str, Tensor]:
+    """Buffers of a module that never ran: scales of 1, nothing seen."""
+
+    def filled(value: float, *shape: int) -> Tensor:
+        return torch.full(shape, value, dtype=torch.float32, device=device)
+
+    return {
+        SCALE: filled(1.0, 2 * products),
+        HISTORY: filled(0.0, rows, 2 * products),
+        GRAD_SCALE: filled(1.0, products),
+        GRAD_HISTORY: filled(0.0, rows, products),
+        PREVIOUS: filled(1.0, 2 * products),
+    }
+
+
+def _buffers(module: Delayed | None) -> DelayedBuffers | None:
+    if module is None:
+        return None
+    return DelayedBuffers(
+        scale=module._delayed_scale,
+        previous=module._delayed_previous_scale,
+        history=module._delayed_amax_history,
+        grad_scale=module._delayed_grad_scale,
+        grad_history=module._delayed_grad_amax_history,
+    )
+
+
+def plain_state_dict(module: nn.Module) -> dict[str, Any]:
+    """``module.state_dict()`` less the state of delayed scaling: what ``torch.nn`` modules of the same parameters
+    load strictly, the form to give away."""
+    return {key: value for key, value in module.state_dict().items() if key.rpartition(".")[2] not in STORED}

@@ -1,0 +1,185 @@
+"""Norms and activations of the modules, forward and backward, and their quantized output.
+
+Every function computes in float32 and rounds once. ``normed`` and ``activated`` are what a kernel may do in one
+pass: its bytes are those of the composition here, ``norm`` or ``activate`` followed by ``products.quantized``.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tejit.nn import products
+from tejit.nn.products import NO_STATE, Plan, State
+from tejit.tensor import Quantizer
+from tejit.tensor.quantizer import Inner
+
+#: The kinds of norm, by the names that modules take as ``normalization``.
+NORMS = ("LayerNorm", "RMSNorm")
+
+#: The kinds of activation, by the names that modules take as ``activation``, each with the function that it is or,
+#: where it is gated, that its first half goes through.
+ACTIVATIONS = {
+    "gelu": "gelu",
+    "relu": "relu",
+    "silu": "silu",
+    "srelu": "srelu",
+    "geglu": "gelu",
+    "reglu": "relu",
+    "swiglu": "silu",
+}
+#: Those with a gate: ``f(first half of the columns) * second half``.
+GATED = ("geglu", "reglu", "swiglu")
+
+
+def normed(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    kind: str,
+    zero_centered_gamma: bool,
+    quantizer: Quantizer,
+    multiple: int,
+    dtype: torch.dtype | None = None,
+    plan: Plan | None = None,
+    state: State = NO_STATE,
+) -> tuple[Inner, Tensor | None, Tensor]:
+    """:func:`norm`, quantized.
+
+    Args:
+        x, weight, bias, eps, kind, zero_centered_gamma, dtype: as in :func:`norm`.
+        quantizer: makes the output; any directions.
+        multiple: what both sizes of the output are padded to, with zeros.
+        plan, state: of the product whose input this is, as in ``products.quantized``.
+
+    Returns:
+        The quantizer's buffers, and ``mean`` and ``rstd`` as in :func:`norm`.
+    """
+    y, mean, rstd = norm(x, weight, bias, eps, kind, zero_centered_gamma, dtype)
+    return products.quantized(quantizer, y, multiple, plan, state, products.INPUT), mean, rstd
+
+
+def norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    kind: str,
+    zero_centered_gamma: bool,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Normalise the rows of a matrix: ``(x - mean) * rstd * gamma + bias``, from left to right.
+
+    ``LayerNorm`` (Ba et al. 2016): ``rstd = 1 / sqrt(mean of (x - mean)^2 + eps)``. ``RMSNorm`` (Zhang and Sennrich
+    2019) has no mean: ``rstd = 1 / sqrt(mean of x^2 + eps)``.
+
+    Args:
+        x: ``(M, K)`` in float32, bfloat16 or float16.
+        weight: ``(K,)``, any of these; gamma is the weight, or one more where ``zero_centered_gamma``.
+        bias: ``(K,)``, or None.
+        eps: added to the mean square.
+        kind: one of :data:`NORMS`.
+        zero_centered_gamma: whether the weight holds ``gamma - 1``.
+        dtype: of the output; None is ``x``'s.
+
+    Returns:
+        ``(M, K)`` in ``dtype``; the mean, ``(M, 1)`` float32, None for ``RMSNorm``; ``rstd``, ``(M, 1)`` float32.
+    """
+    centered, mean = x.float(), None
+    if kind == "LayerNorm":
+        mean = centered.mean(-1, keepdim=True)
+        centered = centered - mean
+    rstd = torch.rsqrt(centered.square().mean(-1, keepdim=True) + eps)
+    y = centered * rstd * _gamma(weight, zero_centered_gamma)
+    if bias is not None:
+        y = y + bias.float()
+    return _rounded(y, x.dtype if dtype is None else dtype), mean, rstd
+
+
+def norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, zero_centered_gamma: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of :func:`norm`: of ``x`` in its dtype, of weight and bias in float32.
+
+    With ``n = (x - mean) * rstd`` and ``g = grad * gamma``: ``rstd * (g - mean of g - n * mean of (g * n))`` over each
+    row, the middle term for ``LayerNorm`` (``mean`` is given) only; ``grad * n`` and ``grad``, summed over the rows.
+    """
+    grad32, n = grad.float(), x.float()
+    if mean is not None:
+        n = n - mean
+    n = n * rstd
+    scaled = grad32 * _gamma(weight, zero_centered_gamma)
+    dx = scaled - n * (scaled * n).mean(-1, keepdim=True)
+    if mean is not None:
+        dx = dx - scaled.mean(-1, keepdim=True)
+    return _rounded(dx * rstd, x.dtype), (grad32 * n).sum(0), grad32.sum(0)
+
+
+def activated(
+    x: Tensor, kind: str, quantizer: Quantizer, multiple: int, plan: Plan | None = None, state: State = NO_STATE
+) -> Inner:
+    """:func:`activate`, padded with zeros to multiples of ``multiple`` and quantized: the quantizer's buffers.
+
+    ``plan`` and ``state`` are those of the product whose input this is, as in ``products.quantized``.
+    """
+    return products.quantized(quantizer, activate(x, kind), multiple, plan, state, products.INPUT)
+
+
+def activate(x: Tensor, kind: str) -> Tensor:
+    """An activation of ``(M, F)``, in ``x``'s dtype, or a gated one of ``(M, 2 F)``: ``f(x[:, :F]) * x[:, F:]``.
+
+    ``kind`` is one of :data:`ACTIVATIONS`: ``gelu`` is the approximation by tanh (Hendrycks and Gimpel 2016), ``silu``
+    is ``x * sigmoid(x)``, ``srelu`` is ``relu(x)^2`` (So et al. 2021), and the gated ones are those of Shazeer (2020).
+    """
+    if kind not in GATED:
+        return _rounded(_function(x.float(), kind), x.dtype)
+    first, gate = _halves(x)
+    return _rounded(_function(first, ACTIVATIONS[kind]) * gate, x.dtype)
+
+
+def activate_backward(grad: Tensor, x: Tensor, kind: str) -> Tensor:
+    """The gradient of :func:`activate` for its input, in ``x``'s shape and dtype."""
+    grad32 = grad.float()
+    if kind not in GATED:
+        return _rounded(_derivative(grad32, x.float(), kind), x.dtype)
+    first, gate = _halves(x)
+    function = ACTIVATIONS[kind]
+    found = torch.cat([_derivative(grad32 * gate, first, function), grad32 * _function(first, function)], 1)
+    return _rounded(found, x.dtype)
+
+
+def _function(x: Tensor, function: str) -> Tensor:
+    if function == "gelu":
+        return F.gelu(x, approximate="tanh")
+    if function == "silu":
+        return F.silu(x)
+    positive = F.relu(x)
+    return positive if function == "relu" else positive * positive
+
+
+def _derivative(grad: Tensor, x: Tensor, function: str) -> Tensor:
+    """``grad`` times the derivative of the function at ``x``."""
+    if function == "gelu":
+        return torch.ops.aten.gelu_backward.default(grad, x, approximate="tanh")
+    if function == "silu":
+        return torch.ops.aten.silu_backward.default(grad, x)
+    if function == "relu":
+        return torch.ops.aten.threshold_backward.default(grad, x, 0)
+    return grad * (2 * F.relu(x))
+
+
+def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    half = x.shape[1] // 2
+    return x[:, :half].float(), x[:, half:].float()
+
+
+def _gamma(weight: Tensor, zero_centered: bool) -> Tensor:
+    return weight.float() + 1 if zero_centered else weight.float()
+
+
+def _rounded(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """``value`` in ``dtype``; itself where it is: on torch 2.11 a cast of nothing at a function's end loses its
+    gradient."""
+    return value if value.dtype == dtype else value.to(dtype)

@@ -1,0 +1,105 @@
+"""LayerNormLinear, LayerNormMLP and TransformerLayer in one graph: no break, no recompile, and eager's result."""
+
+import pytest
+import torch
+import torch._dynamo.testing
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import tejit
+from tejit import LayerNormLinear, LayerNormMLP, TransformerLayer
+from tejit.recipe import (
+    CustomRecipe,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
+from tests.common import DEVICES, short
+from tests.nn.test_compile import close
+from tests.nn.twins import randomised, results
+
+torch._dynamo.config.cache_size_limit = 64
+
+
+def custom(role):
+    if role.tensor_type == "weight":
+        return tejit.Float8BlockQuantizer()
+    return tejit.Float8CurrentScalingQuantizer()
+
+
+RECIPES = {
+    "none": None,
+    "current": Float8CurrentScaling(),
+    "blocks": Float8BlockScaling(),
+    "MXFP8": MXFP8BlockScaling(),
+    "NVFP4": NVFP4BlockScaling(),
+    "custom": CustomRecipe(custom),
+    "one product only": Float8CurrentScaling(overrides=(("*fc1", None), ("*proj", Float8BlockScaling()))),
+}
+
+MODULES = {
+    "linear": lambda **k: LayerNormLinear(40, 24, return_layernorm_output=True, zero_centered_gamma=True, **k),
+    "gelu": lambda **k: LayerNormMLP(40, 56, **k),
+    "swiglu": lambda **k: LayerNormMLP(40, 56, normalization="RMSNorm", activation="swiglu", checkpoint=True, **k),
+    "transformer": lambda **k: TransformerLayer(
+        40, 56, 4, 2, hidden_dropout=0.0, attention_dropout=0.0, activation="swiglu", normalization="RMSNorm", **k
+    ),
+}
+
+
+def case(name, dtype, device):
+    """The module, a function of one input that uses it, and inputs of three sizes, batch and sequence."""
+    module = randomised(MODULES[name](name="m", dtype=dtype, device=device))
+    rotary = tejit.RotaryPositionEmbedding(10, device=device)
+
+    def run(x):
+        if name == "transformer":
+            return module(x, rotary_pos_emb=rotary(x.shape[1]))
+        y = module(x)
+        return torch.cat(y, -1) if name == "linear" else y
+
+    return module, run
+
+
+#: (compiler, module, recipe) of the fast tier; `full` has them all, in aot_eager.
+FAST = [
+    ("aot_eager", "linear", "MXFP8"),
+    ("aot_eager", "gelu", "current"),
+    ("aot_eager", "swiglu", "NVFP4"),
+    ("aot_eager", "transformer", "current"),
+    ("inductor", "linear", "current"),
+]
+ALL = [("aot_eager", name, recipe) for name in MODULES for recipe in RECIPES] + [("inductor", "transformer", "blocks")]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.full), torch.bfloat16], ids=short)
+@pytest.mark.parametrize(
+    ("compiler", "name", "recipe"),
+    [*FAST, *[pytest.param(*one, marks=pytest.mark.full) for one in ALL if one not in FAST]],
+)
+def test_one_graph_and_eager_s_result(compiler, name, recipe, dtype, device) -> None:
+    """Four steps of three batch sizes and, where there are any, sequences of three lengths."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    module, run = case(name, dtype, device)
+    counter = torch._dynamo.testing.CompileCounterWithBackend(compiler)
+    compiled = torch.compile(run, backend=counter, fullgraph=True)
+    chosen = RECIPES[recipe]
+    for step, size in enumerate([(4, 6), (6, 9), (3, 33), (4, 6)]):
+        x = torch.randn(*size, 40, device=device, dtype=dtype) * (step + 1)
+        grad = torch.randn_like(run(x))
+        found = []
+        # torch's faster attention adds up its gradients in no fixed order on the GPU
+        with sdpa_kernel(SDPBackend.MATH), tejit.autocast(enabled=chosen is not None, recipe=chosen):
+            for function in (run, compiled):
+                torch.manual_seed(step)
+                found.append(results(function, module, x, grad, dynamic=(0, 1)))
+        want, got = found
+        for what, value in want.items():
+            assert close(got[what], value, compiler == "aot_eager"), f"step {step}: {what}"
+        with torch.no_grad():
+            for p in module.parameters():
+                p.add_(torch.randn_like(p), alpha=0.01)
+    assert counter.frame_count == 1
+    assert not torch._dynamo.utils.counters["graph_break"]
