@@ -29,8 +29,8 @@ class _Groups(NamedTuple):
         plans: how each group's product runs.
         lates: what eager backward does beside computing each weight's gradient.
         given: number of each weight's buffers that came quantized.
-        empty: whether each group has no rows; asked before, since torch 2.11 takes no comparison of sizes in an
-            autograd function.
+        empty: which groups have no rows and are left out; asked before, since torch 2.11 takes no comparison of sizes
+            in an autograd function. Where amax is reduced over processes none is left out: another may have rows.
     """
 
     plans: tuple[Plan, ...]
@@ -53,11 +53,13 @@ def quantized_grouped_linear(
     Returns:
         ``(M, N)`` of ``x``'s dtype.
     """
+    pairs = list(zip(splits, found, strict=True))
     groups = _Groups(
         tuple([product.plan for product in found]),
         tuple([product.late for product in found]),
         tuple([len(product.given) for product in found]),
-        tuple([False if split else True for split in splits]),  # noqa: SIM211 - `not` of a symbolic size stays symbolic
+        # Not `not split`, which would stay symbolic.
+        tuple([False if split or product.plan.group is not None else True for split, product in pairs]),  # noqa: SIM211
     )
     all_weights = [product.weight for product in found]
     given: list[Tensor | None] = []

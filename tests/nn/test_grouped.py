@@ -34,7 +34,7 @@ def alone(module: tejit.GroupedLinear, **arguments) -> list[tejit.Linear]:
     layers = []
     for n in range(module.num_gemms):
         weight = getattr(module, f"weight{n}")
-        layer = tejit.Linear(module.in_features, module.out_features, device="meta", dtype=weight.dtype, **arguments)
+        layer = tejit.Linear(module.in_features, module.out_features, device=weight.device, **arguments)
         layer.weight, layer.bias = copy.deepcopy(weight), copy.deepcopy(getattr(module, f"bias{n}"))
         layers.append(layer)
     return layers
