@@ -108,9 +108,10 @@ def test_without_autocast_each_group_is_f_linear(splits, lead, dtype, device) ->
 def test_each_group_is_a_linear_of_its_own(name, dtype, device) -> None:
     """TransformerEngine#2966 [1, 31, 33, 0, 447]: output and every gradient to the bit."""
     module, recipe = grouped(len(SPLITS), device, dtype), made(name)
+    layers = alone(module)
     x, grad = data(SPLITS, module)
     found = []
-    for run in (lambda: step(module, module, x, grad, SPLITS), lambda: step_alone(alone(module), x, grad, SPLITS)):
+    for run in (lambda: step(module, module, x, grad, SPLITS), lambda: step_alone(layers, x, grad, SPLITS)):
         torch.manual_seed(2)  # stochastic rounding
         with tejit.autocast(recipe=recipe):
             found.append(run())
@@ -178,12 +179,13 @@ def test_a_group_s_result_does_not_depend_on_the_others() -> None:
 @pytest.mark.parametrize("make", [Float8CurrentScaling, Float8BlockScaling, NVFP4BlockScaling])
 def test_backward_override_and_the_original_input(make, save, override) -> None:
     module, splits = grouped(3, save_original_input=save), [33, 0, 31]
+    layers = alone(module, save_original_input=save)
     x, grad = data(splits, module)
     for recipe in (make(backward_override=override), make()):
         found = []
         for run in (
             lambda: step(module, module, x, grad, splits),
-            lambda: step_alone(alone(module, save_original_input=save), x, grad, splits),
+            lambda: step_alone(layers, x, grad, splits),
         ):
             torch.manual_seed(2)
             with tejit.autocast(recipe=recipe):
@@ -487,6 +489,7 @@ def test_one_graph_and_eager_s_result(name) -> None:
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
+@pytest.mark.full
 def test_one_row_and_a_frozen_weight_compile_too() -> None:
     torch._dynamo.reset()
     module = grouped(5)
@@ -498,7 +501,8 @@ def test_one_row_and_a_frozen_weight_compile_too() -> None:
         assert_same(step(compiled, module, x, grad.bfloat16(), SPLITS), want)
 
 
-@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 def test_microbatches_and_main_grad_in_graphs(compiler) -> None:
     """A graph for the first microbatch and one for the others; inductor's within 1e-5 of the largest value."""
     torch._dynamo.reset()
