@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import math
-import pathlib
 import sys
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import torch
+from table_page import main
 
 import tejit
 from tejit import device, format_info
-
-PAGE = pathlib.Path(__file__).parent / "formats.md"
-BEGIN, END = "<!-- table: docs/make_formats_table.py -->\n", "<!-- end of table -->\n"
 
 #: Compute capabilities that are told apart, and the name of the first hardware of each.
 HARDWARE = {(8, 0): "Ampere 8.0", (8, 9): "Ada 8.9", (9, 0): "Hopper 9.0", (10, 0): "10.x", (12, 0): "12.x"}
@@ -106,22 +102,5 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail where the page is not current")
-    check = parser.parse_args().check
-    page = PAGE.read_text(encoding="utf-8")
-    head, rest = page.split(BEGIN)
-    _, tail = rest.split(END)
-    current = head + BEGIN + table() + END + tail
-    if current == page:
-        return 0
-    if check:
-        print(f"{PAGE} is not current; run python docs/make_formats_table.py", file=sys.stderr)
-        return 1
-    PAGE.write_text(current, encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main("formats.md", "make_formats_table.py", table, __doc__))

@@ -80,6 +80,10 @@ def use_ops(where: torch.device) -> bool:
 _found: set[torch.device] = set()
 
 
+#: CUDA devices whose kernels are loaded: they stay so.
+_present: set[torch.device] = set()
+
+
 @compat.constant_result
 def _has_kernels(where: torch.device) -> bool:
     if where in _found:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from tejit import compat
 from tejit.nn import gradients, products, weights
 from tejit.nn.gradients import Late
 from tejit.nn.module import Product
@@ -31,7 +32,7 @@ def quantized_linear(x: Tensor, product: Product, bias: Tensor | None) -> Tensor
     flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     needs_bias_grad = bias is not None and bias.requires_grad and torch.is_grad_enabled()
     if plan.needs_dgrad or plan.needs_wgrad or needs_bias_grad:
-        out = _Linear.apply(flat, weight, bias, plan, main_grad, late, *state, *given)
+        out = compat.apply(_Linear, flat, weight, bias, plan, main_grad, late, *state, *given)
     else:
         out = _forward(flat, weight, bias, plan, given, state)[0]
     return out if x.dim() == 2 else out.reshape(*x.shape[:-1], weight.shape[0])

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from tejit import compat
 from tejit.nn import fused, gradients, products, weights
 from tejit.nn.gradients import Late
 from tejit.nn.module import Product
@@ -69,7 +70,7 @@ def norm_linear(
     if not any_needs_grad(x, *parameters):
         out, normed, _ = _forward(x, *parameters, norm, plan, given, state)
         return out, normed.y
-    found = _NormLinear.apply(x, *parameters, norm, plan, main_grad, late, *state, *given)
+    found = compat.apply(_NormLinear, x, *parameters, norm, plan, main_grad, late, *state, *given)
     return found if norm.returned else (found, None)
 
 

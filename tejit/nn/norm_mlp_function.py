@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from tejit import compat
 from tejit.nn import fused, products, weights
 from tejit.nn.gradients import Late
 from tejit.nn.module import Product
@@ -50,7 +51,7 @@ def norm_mlp(
         out, y, _ = _forward(x, parameters, *plans, product1.given, product2.given, state)
         return out, y
     destinations = (product1.main_grad, product1.late, product2.main_grad, product2.late)
-    found = _NormMLP.apply(x, *parameters, *plans, *destinations, len(product1.given), *state, *given)
+    found = compat.apply(_NormMLP, x, *parameters, *plans, *destinations, len(product1.given), *state, *given)
     return found if norm.returned else (found, None)
 
 

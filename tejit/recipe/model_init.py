@@ -44,8 +44,8 @@ class quantized_model_init:
             after ``parameter.clear_high_precision_init_val()``, and on the meta device). Conversions of the module
             leave them where and as they are.
 
-    Weights have both directions, under ``torch.no_grad()`` rowwise data only. A weight whose shape does not fit stays in
-    high precision, which is said once. Optimizers update them by ``copy_`` and other in-place operations, which
+    Weights have both directions, under ``torch.no_grad()`` rowwise data only. A weight whose shape does not fit stays
+    in high precision, which is said once. Optimizers update them by ``copy_`` and other in-place operations, which
     quantize again. One instance may be entered again after it was left, and inside itself.
 
     Raises ``TypeError`` where ``recipe`` is no recipe or a switch no bool.

@@ -6,7 +6,7 @@ import functools
 import types
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 #: Set by torch on a Parameter of a subclass: it is the object's own kind, and no attachment.
 PARAMETER_MARK = "_is_param"
@@ -20,9 +20,11 @@ def attached(tensor: Any) -> dict[str, Any]:
 
 def carry(old: Tensor, new: Any) -> None:
     """Attach to ``new`` what is attached to ``old``; what refers to ``old`` (itself, methods bound to it, partial
-    functions over it) refers to ``new`` there."""
+    functions over it) refers to ``new`` there. Of classes that do not say what is their own (FakeTensor), what ``new``
+    has already counts as that."""
+    known = type(old) in (Tensor, nn.Parameter) or hasattr(old, "_own_state")
     for name, value in attached(old).items():
-        if name != PARAMETER_MARK:
+        if name != PARAMETER_MARK and (known or name not in new.__dict__):
             setattr(new, name, rebound(value, old, new))
 
 

@@ -11,6 +11,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tejit
 from tests.common import DEVICES, assert_bitwise_equal
@@ -359,6 +360,23 @@ def test_torchs_own_switches(switch) -> None:
             assert (module.weight is weight) == (switch == "swap" or case is not None)
     finally:
         getattr(torch.__future__, name)(False)
+
+
+@pytest.mark.parametrize("name", [None, "mxfp8", "fp8"])
+def test_fake_tensors(name) -> None:
+    """A model that is planned before it has memory. torch's own modules cannot swap such parameters."""
+    with FakeTensorMode():
+        module = ours(next((case for case in each_case().args[1] if case.name == name), None))
+        for tensor in [*module.parameters(), *module.buffers()]:
+            attach(tensor)
+        module.half()
+        module.to("cuda")
+        for tensor in [*module.parameters(), *module.buffers()]:
+            assert tensor.device.type == "cuda"
+            assert tensor.dtype == torch.float16
+            assert tensor.grad_added_to_main_grad
+            assert tensor.method() == id(tensor)
+        assert module(torch.randn(2, SHAPE[1], device="cuda", dtype=torch.float16)).shape == (2, SHAPE[0])
 
 
 @each_case()

@@ -6,12 +6,12 @@ import torch._dynamo.testing
 from torch.utils.checkpoint import checkpoint
 
 import tejit
-from tejit import LayerNormMLP
+from tejit import LayerNormMLP, TransformerLayer
 from tejit.recipe import DelayedScaling, Float8CurrentScaling
 from tests.common import DEVICES
 from tests.nn.bounds import bounds, relative_error
 from tests.nn.test_norm_modules import Parts, chained, made
-from tests.nn.twins import results
+from tests.nn.twins import randomised, results
 
 SCALES = ("_delayed_scale", "_delayed_grad_scale", "_delayed_amax_history", "_delayed_grad_amax_history")
 
@@ -102,14 +102,24 @@ def test_calibrating_sees_every_operand(kind) -> None:
     torch.testing.assert_close(module._delayed_scale, reference._delayed_scale, rtol=0.1, atol=0)
 
 
-@pytest.mark.parametrize("compiler", ["aot_eager"])
-def test_the_state_moves_in_one_graph_as_in_eager(compiler) -> None:
+def transformer() -> TransformerLayer:
+    return randomised(TransformerLayer(64, 96, 4, 2, hidden_dropout=0.0, attention_dropout=0.0))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: made("swiglu", 64, 96)[0], pytest.param(transformer, marks=pytest.mark.full)],
+    ids=["mlp", "transformer"],
+)
+def test_the_state_moves_in_one_graph_as_in_eager(make) -> None:
     torch._dynamo.reset()
-    (module, _), (other, _) = made("swiglu", 64, 96), made("swiglu", 64, 96)
-    counter = torch._dynamo.testing.CompileCounterWithBackend(compiler)
+    module, other = make(), make()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(other, backend=counter, fullgraph=True)
     for step in range(4):
         x, grad = batch(module, step)
+        if isinstance(module, TransformerLayer):
+            x, grad = (torch.randn(2, 12, 64) * (step + 1) for _ in range(2))
         found = []
         for function, holder in ((module, module), (compiled, other)):
             holder.zero_grad()
@@ -120,6 +130,8 @@ def test_the_state_moves_in_one_graph_as_in_eager(compiler) -> None:
             found.append([y, given.grad, *[p.grad for p in holder.parameters()]])
         for number, (want, got) in enumerate(zip(*found, strict=True)):
             assert torch.equal(got, want), f"step {step}: {number}"
-        for name in SCALES:
-            assert torch.equal(getattr(other, name), getattr(module, name)), name
+        states = [[b for _, b in holder.named_buffers()] for holder in (module, other)]
+        for want, got in zip(*states, strict=True):
+            assert torch.equal(got, want)
+    assert len(states[0]) >= len(SCALES)
     assert counter.frame_count == 1

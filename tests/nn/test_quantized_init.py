@@ -84,9 +84,11 @@ def test_a_weight_that_does_not_fit_stays_in_high_precision_and_says_so_once(nam
     init._say_it_stays.cache_clear()
     with pytest.warns(UserWarning, match=rf"Linear.weight of shape \({sizes[1]}, {sizes[0]}\).*stays in high") as said:
         module = built(name, *sizes)
-        built(name, *sizes)
     assert len(said) == 1
     assert said[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        built(name, *sizes)
     assert type(module.weight) is nn.Parameter
     with tejit.autocast(recipe=RECIPES[name]):
         module(torch.randn(5, sizes[0])).sum().backward()

@@ -79,6 +79,30 @@ def test_the_gradient_has_the_nominal_dtype() -> None:
     assert other.weight.grad.dtype == torch.float32
 
 
+@pytest.mark.parametrize("name", list(RECIPES))
+def test_its_gradient_goes_wherever_a_weight_s_gradient_can(name) -> None:
+    recipe = RECIPES[name]
+    x, grad = torch.randn(19, 64), torch.randn(19, 96)
+    plain = layer(quantizer_of(recipe))
+    with tejit.autocast(recipe=recipe):
+        want = step(plain, plain, x, grad)
+        for arguments in (
+            {"fuse_wgrad_accumulation": True},
+            {"delay_wgrad_compute": True},
+            {"fuse_wgrad_accumulation": True, "delay_wgrad_compute": True, "save_original_input": True},
+        ):
+            module = layer(quantizer_of(recipe), **arguments)
+            module.weight.main_grad = torch.zeros(96, 64)
+            for first in (True, False):  # the weight is quantized already; only main_grad hears of it
+                got = step(module, module, x, grad, is_first_microbatch=first)
+                assert got["weight"] is None
+                assert torch.equal(got["dgrad"], want["dgrad"])
+                module.backward_dw()
+                times = 1 if first or "fuse_wgrad_accumulation" not in arguments else 2
+                found = module.weight.main_grad if "fuse_wgrad_accumulation" in arguments else module.weight.grad
+                assert torch.equal(found, times * want["weight"])
+
+
 #: What turns into columnwise data exactly, and so gives the gradient of a weight that has both directions.
 EXACT = {"current", "block", "NVFP4"}
 
@@ -218,4 +242,20 @@ def test_one_graph_and_eager_s_result(name, directions, compiler) -> None:
                 assert value is None or close(got[product], value, compiler == "aot_eager"), product
             with torch.no_grad():  # an optimizer's step
                 module.weight.copy_(module.weight.dequantize() + 0.01 * torch.randn(96, 64))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("amp", [False, True], ids=["no autocast", "torch.autocast"])
+def test_one_graph_with_either_context_alone(amp) -> None:
+    """Dequantized without ``tejit.autocast``; inside ``torch.autocast`` the nominal dtype does not count."""
+    module = layer(Float8CurrentScalingQuantizer())
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(module, backend=counter, fullgraph=True)
+    x, grad = torch.randn(8, 64), torch.randn(8, 96, dtype=torch.bfloat16 if amp else torch.float32)
+    with torch.autocast("cpu", torch.bfloat16, enabled=amp), tejit.autocast(enabled=amp):
+        got, want = step(compiled, module, x, grad), step(module, module, x, grad)
+    assert_same(got, want)
+    assert got["weight"].dtype == torch.float32
     assert counter.frame_count == 1
