@@ -2,6 +2,7 @@
 
 from tejit.nn.attention import MultiheadAttention, RotaryPositionEmbedding
 from tejit.nn.delayed_state import plain_state_dict
+from tejit.nn.grouped import GroupedLinear
 from tejit.nn.linear import Linear
 from tejit.nn.naming import name_modules
 from tejit.nn.norm_linear import LayerNormLinear
@@ -10,6 +11,7 @@ from tejit.nn.norms import LayerNorm, RMSNorm
 from tejit.nn.transformer import TransformerLayer
 
 __all__ = [
+    "GroupedLinear",
     "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",

@@ -54,9 +54,11 @@ class Delayed(nn.Module):
 
     Attributes:
         _products: how many linear products the module computes.
+        _module_type: what a ``CustomRecipe`` is told of them.
     """
 
     _products = 1
+    _module_type = "linear"
     _delayed: DelayedState
 
     def _init_delayed(self, device: torch.device) -> None:
@@ -148,7 +150,7 @@ class Delayed(nn.Module):
             return
         name = getattr(self, "name", None)
         for number, product in enumerate(products):
-            quantizers = recipe.for_linear(name, product)
+            quantizers = recipe.for_linear(name, product, self._module_type)
             if quantizers is None or quantizers.delayed is None:
                 continue
             self._require_rows(quantizers.delayed)

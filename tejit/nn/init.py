@@ -24,7 +24,7 @@ from tejit.tensor.serialization import allow
 _INIT_VAL = "_high_precision_init_val"
 
 
-def quantize_parameters(module: Any, products: dict[str, str | tuple[str | None, str] | None]) -> None:
+def quantize_parameters(module: Any, products: dict[str, str | tuple[Any, ...] | None]) -> None:
     """Replace weights of a module under construction by quantized ones, as ``quantized_model_init`` asks; nothing
     outside of it.
 

@@ -138,7 +138,11 @@ class QuantizedModule(Delayed, KeepsAttached, Named, nn.Module):
         ``name`` is that of a product inside, for modules that have several; default: the module's.
         """
         recipe = self._recipe()
-        return None if recipe is None else recipe.for_linear(self.name if name is None else name)
+        return (
+            None
+            if recipe is None
+            else recipe.for_linear(self.name if name is None else name, module_type=self._module_type)
+        )
 
     def _operands(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, features: str = "in_features"

@@ -81,8 +81,8 @@ class CustomRecipe(Recipe):
         self.__dict__.update(state)
         self._begin()
 
-    def _linear_of(self, name: str | None) -> LinearQuantizers | None:
-        return getattr(self._made, _slot(self._key, "linear", name))
+    def _linear_of(self, name: str | None, module_type: str) -> LinearQuantizers | None:
+        return getattr(self._made, _slot(self._key, module_type, name))
 
     def _make(self, module_type: str, name: str | None) -> LinearQuantizers | None:
         found: dict[str, Quantizer | None] = {}

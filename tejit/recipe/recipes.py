@@ -161,21 +161,23 @@ class Recipe:
         """The quantizers of a linear layer under this recipe."""
         raise NotImplementedError(f"{type(self).__name__} does not define linear")
 
-    def for_linear(self, name: str | None, product: str | None = None) -> LinearQuantizers | None:
+    def for_linear(
+        self, name: str | None, product: str | None = None, module_type: str = "linear"
+    ) -> LinearQuantizers | None:
         """The quantizers of the linear layer of this name; None for high precision.
 
         ``product`` is which one, where a module has several (``fc1``): it is called ``name.product``, and a pattern
-        may match that or the module's name.
+        may match that or the module's name. ``module_type`` is what a ``CustomRecipe`` is told.
         """
         full = name if name is None or product is None else f"{name}.{product}"
         if self.overrides:
             index = _first_match(tuple([pattern for pattern, _ in self.overrides]), name, full)
             if index is not None:
                 other = self.overrides[index][1]
-                return None if other is None else other._linear_of(full)
-        return self._linear_of(full)
+                return None if other is None else other._linear_of(full, module_type)
+        return self._linear_of(full, module_type)
 
-    def _linear_of(self, name: str | None) -> LinearQuantizers | None:
+    def _linear_of(self, name: str | None, module_type: str) -> LinearQuantizers | None:
         return self.linear
 
 

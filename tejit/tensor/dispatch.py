@@ -10,6 +10,8 @@ its kind) give plain tensors: an optimizer's state made from a quantized paramet
 from __future__ import annotations
 
 import contextlib
+import sys
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -210,8 +212,30 @@ def _fresh(like: Any, shape: tuple[int, ...], kwargs: dict[str, Any]) -> Any:
     aten.new_full.default,
 )
 def _factory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if func is aten.new_zeros.default:
+        _refuse_sharding(args[0])
     like = torch.empty(args[0].shape, dtype=args[0].dtype, device=args[0].device)
     return func(like, *args[1:], **kwargs)
+
+
+#: Where FSDP2 makes a parameter's shard: zeros like the parameter, into which it copies a part of it.
+_FSDP2 = "torch.distributed.fsdp._fully_shard._fsdp_param"
+
+
+def _refuse_sharding(tensor: Any) -> None:
+    """Raises ``NotImplementedError`` where ``fully_shard`` asks: its shards would be dequantized, and nothing say so.
+
+    It calls nothing on a parameter that only it would, hence the look at the callers."""
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == _FSDP2:
+            raise NotImplementedError(
+                f"fully_shard got a quantized parameter, {tensor!r}: sharding those is not supported. Keep the"
+                " parameters in high precision (build the model outside of quantized_model_init); tejit.autocast"
+                " quantizes them in each forward. Or leave the parameter whole on each rank:"
+                " fully_shard(..., ignored_params={...})"
+            )
+        frame = frame.f_back
 
 
 @_handles(aten.copy_.default)
