@@ -37,6 +37,7 @@ from tejit.recipe import (
     is_fp8_block_scaling_available,
     is_mxfp8_available,
     is_nvfp4_available,
+    quantized_model_init,
 )
 from tejit.tensor import InnerTensor, QuantizedTensor, QuantizedTensorStorage, Quantizer
 
@@ -82,6 +83,7 @@ __all__ = [
     "name_modules",
     "ops",
     "plain_state_dict",
+    "quantized_model_init",
     "recipe",
     "warm",
 ]

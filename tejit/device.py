@@ -32,6 +32,11 @@ def _capability_of_index(index: int | None) -> tuple[int, int] | None:
         return None  # an index beyond the devices of this machine
 
 
+#: What was found of CUDA devices: eager code asks several times a layer.
+_every_layout: dict[torch.device, bool] = {}
+_fp8_gemm: dict[torch.device, bool] = {}
+
+
 @compat.constant_result
 def fp8_gemm_takes_every_layout(device: torch.device) -> bool:
     """Whether the FP8 GEMM of ``device`` reads either operand transposed as well.
@@ -39,8 +44,14 @@ def fp8_gemm_takes_every_layout(device: torch.device) -> bool:
     Datacenter Blackwell (capability 10.0 up to below 12.0) and 13.0 up do; everything else reads only
     operands whose contracted dimension is contiguous ("TN"), so columnwise data is stored transposed.
     """
-    capability = cuda_capability(device)
-    return capability is not None and ((10, 0) <= capability < (12, 0) or capability >= (13, 0))
+    if device.type != "cuda":
+        return False
+    known = _every_layout.get(device)
+    if known is None:
+        capability = cuda_capability(device)
+        known = capability is not None and ((10, 0) <= capability < (12, 0) or capability >= (13, 0))
+        _every_layout[device] = known
+    return known
 
 
 def fp8_gemm_reason(device: torch.device) -> str | None:
@@ -58,7 +69,10 @@ def fp8_gemm_reason(device: torch.device) -> str | None:
 @compat.constant_result
 def fp8_gemm_is_native(device: torch.device) -> bool:
     """Whether the per-tensor FP8 GEMM runs on ``device``'s tensor cores."""
-    return fp8_gemm_reason(device) is None
+    known = _fp8_gemm.get(device)
+    if known is None:
+        known = _fp8_gemm[device] = fp8_gemm_reason(device) is None
+    return known
 
 
 def fp8_block_gemm_reason(device: torch.device) -> str | None:

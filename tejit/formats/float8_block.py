@@ -186,6 +186,15 @@ class Float8BlockQuantizer(Quantizer):
         code = fp8_element(self.fp8_dtype).code
         return Operand(codes, scale_inv, code, self.block_scaling_dim, self.force_pow_2_scales)
 
+    def columnwise_from_rowwise(self, inner: Inner) -> Inner | None:
+        """The same tiles transposed; None with blocks of 1x128, which differ by direction."""
+        row, scale_inv, _, _ = inner
+        if self.block_scaling_dim != 2:
+            return None
+        assert row is not None
+        assert scale_inv is not None
+        return None, None, *fp8_block.transpose_squares(row, scale_inv)
+
     def columnwise_inner(self, inner: Inner) -> Inner:
         """``inner`` less the rowwise buffers."""
         _, _, col, scale_inv = inner

@@ -76,13 +76,25 @@ def use_ops(where: torch.device) -> bool:
     return _has_kernels(where)
 
 
+#: Devices whose kernels were found once; they stay. (Of ``cuda`` without an index the current one may change.)
+_found: set[torch.device] = set()
+
+
+#: CUDA devices whose kernels are loaded: they stay so.
+_present: set[torch.device] = set()
+
+
 @compat.constant_result
 def _has_kernels(where: torch.device) -> bool:
+    if where in _found:
+        return True
     if where.type == "meta":
         return True  # nothing is computed: the op's fake answers
     error = _absence(where.type, where.index)
     if isinstance(error, jit.KernelNotCached):
         raise error  # TEJIT_COMPILE=never: whoever set it wants to hear of a missing entry
+    if error is None and (where.type == "cpu" or where.index is not None):
+        _found.add(where)
     return error is None
 
 

@@ -13,17 +13,25 @@ def padded(matrix: Tensor, rows: int, columns: int) -> Tensor:
     Inside a graph the padding is unconditional arithmetic, so that one graph serves every size; it is
     left out only where it is known to be nothing.
     """
-    below, right = -matrix.shape[0] % rows, -matrix.shape[1] % columns
-    if known_zero(below) and known_zero(right):
+    if rows == columns == 1:
+        return matrix
+    height, width = matrix.shape
+    below, right = -height % rows, -width % columns
+    if torch.compiler.is_compiling():
+        nothing = known_zero(below) and known_zero(right)
+    else:
+        nothing = not (below or right)
+    if nothing:
         return matrix
     return F.pad(matrix, (0, right, 0, below))
 
 
 def cut(matrix: Tensor, rows: int, columns: int) -> Tensor:
     """The first ``rows`` and ``columns`` of a matrix, itself where it is known to have no more."""
-    if not known_zero(matrix.shape[0] - rows):
+    height, width = matrix.shape
+    if not known_zero(height - rows):
         matrix = matrix[:rows]
-    if not known_zero(matrix.shape[1] - columns):
+    if not known_zero(width - columns):
         matrix = matrix[:, :columns]
     return matrix
 

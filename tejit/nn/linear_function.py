@@ -9,87 +9,94 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tejit.nn import products
-from tejit.nn.products import GRAD_OUTPUT, INPUT, NO_STATE, WEIGHT, Plan, State
-from tejit.recipe import DelayedState, LinearQuantizers, current_group
+from tejit import compat
+from tejit.nn import gradients, products, weights
+from tejit.nn.gradients import Late
+from tejit.nn.module import Product
+from tejit.nn.products import NO_STATE, Plan, State
+from tejit.tensor.quantizer import Inner
 
 
-def quantized_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    quantizers: LinearQuantizers,
-    state: State = NO_STATE,
-    delayed: DelayedState | None = None,
-) -> Tensor:
+def quantized_linear(x: Tensor, product: Product, bias: Tensor | None) -> Tensor:
     """``x @ weight.T + bias`` with quantized operands, forward and backward.
 
     Args:
         x: ``(..., K)`` in float32, bfloat16 or float16.
-        weight: ``(N, K)``, the dtype of ``x``.
+        product: the weight ``(N, K)`` and how it is multiplied.
         bias: ``(N,)`` or None.
-        quantizers: how the operands of the three GEMMs are quantized.
-        state, delayed: the module's state of delayed scaling, and whom an eager backward tells that it wrote to it.
 
     Returns:
         ``(..., N)`` of ``x``'s dtype.
     """
-    grad = torch.is_grad_enabled()
-    plan = Plan(
-        quantizers,
-        grad and x.requires_grad,
-        grad and weight.requires_grad,
-        group=current_group(),
-        delayed=delayed,
-    )
-    if not (plan.needs_dgrad or plan.needs_wgrad):
-        state = state._replace(anchor=None)  # it would make the output require a gradient
+    plan, weight, main_grad, late, given, state = product
     flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    out = _Linear.apply(flat, weight, bias, plan, *state)
-    return out.reshape(*x.shape[:-1], weight.shape[0])
+    needs_bias_grad = bias is not None and bias.requires_grad and torch.is_grad_enabled()
+    if plan.needs_dgrad or plan.needs_wgrad or needs_bias_grad:
+        out = compat.apply(_Linear, flat, weight, bias, plan, main_grad, late, *state, *given)
+    else:
+        out = _forward(flat, weight, bias, plan, given, state)[0]
+    return out if x.dim() == 2 else out.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def _forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, given: Inner, state: State
+) -> tuple[Tensor, Inner, Inner]:
+    """The output, and the buffers of input and weight that it was made from."""
+    x_inner = products.input_inner(plan, x, state)
+    w_inner = weights.operand(plan, weight, given, state)
+    return products.fprop(plan, x_inner, w_inner, bias, x.dtype, x.shape[0], weight.shape[0]), x_inner, w_inner
+
+
+#: How many tensors the state of delayed scaling has.
+_STATE = len(NO_STATE)
 
 
 class _Linear(torch.autograd.Function):
-    """Saved for backward are the columnwise (transposed) quantized operands, never the high-precision input."""
+    """Saved for backward are the columnwise (transposed) quantized operands, never the high-precision input unless
+    the plan says so."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, *tensors: Tensor | None
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        plan: Plan,
+        main_grad: Tensor | None,
+        late: Late | None,
+        *tensors: Tensor | None,
     ) -> Tensor:
-        quantizers, state = plan.quantizers, State(*tensors)
-        x_quantizer = quantizers.input.needing(True, plan.needs_wgrad)
-        w_quantizer = quantizers.weight.needing(True, plan.needs_dgrad)
-        x_inner = products.quantized(x_quantizer, x, quantizers.alignment, plan, state, INPUT)
-        w_inner = products.quantized(w_quantizer, weight, quantizers.alignment, plan, state, WEIGHT)
-        out = products.fprop(plan, x_inner, w_inner, bias, x.dtype, x.shape[0], weight.shape[0])
-        kept_x = x_quantizer.columnwise_inner(x_inner) if plan.needs_wgrad else ()
-        kept_w = w_quantizer.columnwise_inner(w_inner) if plan.needs_dgrad else ()
+        state, given = State(*tensors[:_STATE]), tensors[_STATE:]
+        out, x_inner, w_inner = _forward(x, weight, bias, plan, given, state)
+        kept_x = products.kept_input(plan, x, x_inner)
+        kept_w = weights.kept(plan, weight, w_inner, given)
         ctx.save_for_backward(*kept_x, *kept_w)
-        ctx.plan = plan
+        ctx.call = (plan, main_grad, late, len(kept_x), len(given))
         ctx.state = state
-        ctx.x_buffers = len(kept_x)
-        ctx.has_bias = bias is not None
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        ctx.columns = x.shape[1]
+        ctx.features = x.shape[1]
         return out
 
     @staticmethod
     @once_differentiable  # a second derivative would see the quantized operands as constants and be wrong
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        plan: Plan = ctx.plan
-        saved = ctx.saved_tensors
-        x_inner, w_inner = saved[: ctx.x_buffers], saved[ctx.x_buffers :]
+        plan, main_grad, late, x_buffers, given = ctx.call
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
-        rows, columns = grad_output.shape
+        saved = ctx.saved_tensors
+        kept_x, kept_w = saved[:x_buffers], saved[x_buffers:]
+        (rows, columns), features = grad_output.shape, ctx.features
         dgrad = wgrad = bias_grad = None
         if plan.needs_dgrad or plan.needs_wgrad:
-            quantizer = plan.quantizers.grad_output.needing(plan.needs_dgrad, plan.needs_wgrad)
-            alignment = plan.quantizers.alignment
-            inner = products.quantized(quantizer, grad_output, alignment, plan, ctx.state, GRAD_OUTPUT)
+            inner = products.grad_inner(plan, grad_output, ctx.state)
             if plan.needs_dgrad:
-                dgrad = products.dgrad(plan, inner, w_inner, x_dtype, rows, ctx.columns)
+                w_inner = weights.for_dgrad(plan, kept_w, columns, features, x_dtype)
+                dgrad = products.dgrad(plan, inner, w_inner, x_dtype, rows, features)
             if plan.needs_wgrad:
-                wgrad = products.wgrad(plan, inner, x_inner, weight_dtype, columns, ctx.columns)
-        if ctx.has_bias and ctx.needs_input_grad[2]:
+                x_inner = products.input_for_wgrad(plan, kept_x, rows, features, x_dtype)
+                wgrad = gradients.weight_gradient(
+                    plan, main_grad, late, inner, x_inner, weight_dtype, columns, features
+                )
+        if bias_dtype is not None and ctx.needs_input_grad[2]:
             bias_grad = grad_output.sum(0).to(bias_dtype)
-        return dgrad, wgrad, bias_grad, None, None, None, None, None, products.anchor_grad(ctx.state)
+        state_grads = (None, None, None, None, products.anchor_grad(ctx.state))
+        return (dgrad, wgrad, bias_grad, None, None, None, *state_grads, *[None] * given)

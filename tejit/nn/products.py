@@ -1,5 +1,10 @@
 """The three products of a linear layer over quantized operands, as plain functions for the autograd functions of
-the modules to call: fprop ``y = x w^T``, dgrad ``dx = dy w``, wgrad ``dw = dy^T x``."""
+the modules to call: fprop ``y = x w^T``, dgrad ``dx = dy w``, wgrad ``dw = dy^T x``.
+
+An autograd function calls, in forward: :func:`input_inner`, ``weights.operand``, :func:`fprop`, and saves
+:func:`kept_input` and ``weights.kept``; in backward: :func:`grad_inner`, :func:`dgrad` with ``weights.for_dgrad``, and
+``gradients.weight_gradient`` with :func:`input_for_wgrad`.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tejit.formats import IdentityQuantizer
 from tejit.kernels.gemm import gemm
 from tejit.kernels.padding import cut, padded
 from tejit.recipe import DelayedState, LinearQuantizers
@@ -18,23 +24,34 @@ from tejit.tensor.quantizer import Inner
 INPUT, WEIGHT, GRAD_OUTPUT = 0, 1, 2
 SLOTS = 3
 
+#: What reads operands in high precision.
+_PLAIN = IdentityQuantizer(internal=True)
+
 
 class Plan(NamedTuple):
     """How one linear product runs; known before it runs, hence a constant of a graph.
 
     Attributes:
-        quantizers: how the operands of the three GEMMs are quantized.
+        quantizers: how the operands of the three GEMMs are quantized, or read where they came quantized.
         needs_dgrad, needs_wgrad: which gradients backward will be asked for.
         first_slot: place of the product's first tensor in the module's state of delayed scaling.
         group: the process group over which amax is reduced when a tensor is quantized, or None.
         delayed: whom an eager backward tells that it wrote to the state; None in a graph, whose backward has the
             state's anchor for that.
+        weight_source: where the weight's buffers come from (``weights``).
+        weight_usages: ``(rowwise, columnwise)``: the directions in which a weight came quantized.
+        save_original_input: save the input itself and quantize it again in backward.
+        accumulate: a weight's gradient is added to ``main_grad``, rather than overwriting it.
     """
 
     quantizers: LinearQuantizers
     needs_dgrad: bool
     needs_wgrad: bool
     first_slot: int = 0
+    weight_source: str = "call"
+    weight_usages: tuple[bool, bool] = (True, True)
+    save_original_input: bool = False
+    accumulate: bool = True
     group: Any = None
     delayed: DelayedState | None = None
 
@@ -104,24 +121,97 @@ def anchor_grad(state: State) -> Tensor | None:
     return None if state.anchor is None else torch.zeros_like(state.anchor)
 
 
+def values(
+    quantizer: Quantizer, bare: Quantizer, inner: Inner, rows: int, columns: int, multiple: int, dtype: torch.dtype
+) -> Tensor:
+    """``(rows, columns)``: what the buffers of a quantized matrix, padded to ``multiple``, stand for.
+
+    ``quantizer`` reads the buffers; ``bare`` is one of the same format that makes bare storages.
+    """
+    first = next(buffer for buffer in inner if buffer is not None)
+    cls = bare.storage_metadata(dtype)["cls"]
+    keywords = quantizer.storage_metadata(dtype)["nontensor_kwargs"]
+    buffers = dict(zip(cls._keywords_of(keywords).values(), inner, strict=True))
+    shape = (rows + -rows % multiple, columns + -columns % multiple)
+    return cut(cls._construct(buffers, keywords, shape, first.device)._dequantize(dtype), rows, columns)
+
+
+def input_inner(plan: Plan, x: Tensor, state: State = NO_STATE) -> Inner:
+    """The input's buffers: rowwise for fprop, and columnwise where they are saved for wgrad."""
+    quantizers = plan.quantizers
+    columnwise = plan.needs_wgrad and quantizers.backward_override is None and not plan.save_original_input
+    return quantized(quantizers.input.needing(True, columnwise), x, quantizers.alignment, plan, state, INPUT)
+
+
+def kept_input(plan: Plan, x: Tensor | None, inner: Inner) -> Inner:
+    """What to save of the input for wgrad; ``x``, the input in high precision, is asked for only by
+    ``save_original_input`` and the override ``high_precision`` (:func:`keeps_input`)."""
+    if not plan.needs_wgrad:
+        return ()
+    if keeps_input(plan):
+        return (x,)
+    if plan.quantizers.backward_override is not None:
+        return inner
+    return plan.quantizers.input.both.columnwise_inner(inner)
+
+
+def keeps_input(plan: Plan) -> bool:
+    """Whether the input itself is saved, in high precision."""
+    return plan.needs_wgrad and (plan.save_original_input or plan.quantizers.backward_override == "high_precision")
+
+
+def input_for_wgrad(plan: Plan, kept: Inner, rows: int, columns: int, dtype: torch.dtype) -> Inner:
+    """The buffers that :func:`wgrad` reads, from what :func:`kept_input` gave for a ``(rows, columns)`` input."""
+    quantizers = plan.quantizers
+    override = quantizers.backward_override
+    if override is None:
+        if not plan.save_original_input:
+            return kept
+        (x,) = kept
+        assert x is not None
+        return quantized(quantizers.input.columnwise, x, quantizers.alignment, plan)
+    if override == "high_precision":
+        return kept
+    if plan.save_original_input:
+        (x,) = kept
+        assert x is not None
+        kept = quantized(quantizers.input.rowwise, x, quantizers.alignment, plan)
+    reader = quantizers.input.rowwise
+    return (values(reader, reader, kept, rows, columns, quantizers.alignment, dtype),)
+
+
+def grad_inner(plan: Plan, grad_output: Tensor, state: State = NO_STATE) -> Inner:
+    """The buffers of ``grad_output`` for the products that backward needs (at least one)."""
+    quantizers = plan.quantizers
+    if quantizers.backward_override is not None:
+        return (grad_output,)
+    quantizer = quantizers.grad_output.needing(plan.needs_dgrad, plan.needs_wgrad)
+    return quantized(quantizer, grad_output, quantizers.alignment, plan, state, GRAD_OUTPUT)
+
+
 def fprop(
     plan: Plan, x_inner: Inner, w_inner: Inner, bias: Tensor | None, dtype: torch.dtype, rows: int, columns: int
 ) -> Tensor:
     """``x w^T + bias`` of ``(rows, columns)``, from rowwise operands."""
     quantizers = plan.quantizers
+    multiple = quantizers.alignment
+    if bias is not None and multiple != 1:
+        bias = padded(bias.reshape(1, -1), 1, multiple).reshape(-1)
     out = gemm(
         quantizers.input.rowwise.rowwise_operand(x_inner),
         quantizers.weight.rowwise.rowwise_operand(w_inner),
         dtype,
-        None if bias is None else padded(bias.reshape(1, -1), 1, quantizers.alignment).reshape(-1),
+        bias,
         quantizers.fast_accum_fprop,
     )
-    return cut(out, rows, columns)
+    return out if multiple == 1 else cut(out, rows, columns)
 
 
 def dgrad(plan: Plan, g_inner: Inner, w_inner: Inner, dtype: torch.dtype, rows: int, columns: int) -> Tensor:
     """``dy w`` of ``(rows, columns)``, from ``grad_output`` rowwise and the weight columnwise."""
     quantizers = plan.quantizers
+    if quantizers.backward_override is not None:
+        return gemm(_PLAIN.rowwise_operand(g_inner), _PLAIN.columnwise_operand(w_inner), dtype)
     out = gemm(
         quantizers.grad_output.rowwise.rowwise_operand(g_inner),
         quantizers.weight.columnwise.columnwise_operand(w_inner),
@@ -129,12 +219,14 @@ def dgrad(plan: Plan, g_inner: Inner, w_inner: Inner, dtype: torch.dtype, rows: 
         None,
         quantizers.fast_accum_dgrad,
     )
-    return cut(out, rows, columns)
+    return out if quantizers.alignment == 1 else cut(out, rows, columns)
 
 
 def wgrad(plan: Plan, g_inner: Inner, x_inner: Inner, dtype: torch.dtype, rows: int, columns: int) -> Tensor:
     """``dy^T x`` of ``(rows, columns)``, from columnwise operands."""
     quantizers = plan.quantizers
+    if quantizers.backward_override is not None:
+        return gemm(_PLAIN.columnwise_operand(g_inner), _PLAIN.columnwise_operand(x_inner), dtype)
     out = gemm(
         quantizers.grad_output.columnwise.columnwise_operand(g_inner),
         quantizers.input.columnwise.columnwise_operand(x_inner),
@@ -142,4 +234,4 @@ def wgrad(plan: Plan, g_inner: Inner, x_inner: Inner, dtype: torch.dtype, rows: 
         None,
         quantizers.fast_accum_wgrad,
     )
-    return cut(out, rows, columns)
+    return out if quantizers.alignment == 1 else cut(out, rows, columns)

@@ -14,6 +14,7 @@ from tejit.recipe.context import (
 )
 from tejit.recipe.custom import CustomRecipe, QuantizerRole
 from tejit.recipe.delayed import DelayedScaling, delayed_rules
+from tejit.recipe.model_init import quantized_model_init
 from tejit.recipe.recipes import (
     DelayedRule,
     Float8BlockScaling,
@@ -52,4 +53,5 @@ __all__ = [
     "is_mxfp8_available",
     "is_nvfp4_available",
     "observed_recipe",
+    "quantized_model_init",
 ]

@@ -95,7 +95,9 @@ class CustomRecipe(Recipe):
         if not any(found.values()):
             return None
         chosen = {role: IdentityQuantizer() if q is None else q for role, q in found.items()}
-        return linear_quantizers(chosen["input"], chosen["weight"], chosen["grad_output"])
+        return linear_quantizers(
+            chosen["input"], chosen["weight"], chosen["grad_output"], backward_override=self.backward_override
+        )
 
 
 @compat.constant_result

@@ -78,6 +78,7 @@ class DelayedScaling(Recipe):
             Float8SlotQuantizer(forward),
             Float8SlotQuantizer(backward),
             fast_accum_fprop=True,
+            backward_override=self.backward_override,
         )
         rule = DelayedRule(*maxima, self.margin, self.amax_history_len, self.amax_compute_algo, self.reduce_amax)
         object.__setattr__(self, "_linear", quantizers._replace(delayed=rule))

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from tejit import compat
 from tejit.format_info import E4M3, E5M2
@@ -77,9 +78,9 @@ class DelayedRule(NamedTuple):
 class LinearQuantizers(NamedTuple):
     """What a linear layer quantizes: ``y = input @ weight.T`` and the two products with ``grad_output``.
 
-    ``alignment`` is what all sizes of the operands are padded to; ``fast_accum_*`` say whether a GEMM may accumulate
-    in fewer bits than float32 has. With ``delayed`` the scales come from the module's state, which rolls by that
-    rule.
+    ``alignment`` is what all sizes of the operands are padded to; the next three say whether a GEMM may accumulate
+    in fewer bits than float32 has; ``backward_override`` is the recipe's; ``weight_key`` is equal where weights are
+    quantized alike; with ``delayed`` the scales come from the module's state, which rolls by that rule.
     """
 
     input: Variants
@@ -89,6 +90,8 @@ class LinearQuantizers(NamedTuple):
     fast_accum_fprop: bool
     fast_accum_dgrad: bool
     fast_accum_wgrad: bool
+    backward_override: str | None
+    weight_key: str
     delayed: DelayedRule | None = None
 
 
@@ -100,6 +103,7 @@ def linear_quantizers(
     fast_accum_fprop: bool = False,
     fast_accum_dgrad: bool = False,
     fast_accum_wgrad: bool = False,
+    backward_override: str | None = None,
 ) -> LinearQuantizers:
     """:class:`LinearQuantizers` from one quantizer an operand."""
     return LinearQuantizers(
@@ -110,7 +114,19 @@ def linear_quantizers(
         fast_accum_fprop=fast_accum_fprop,
         fast_accum_dgrad=fast_accum_dgrad,
         fast_accum_wgrad=fast_accum_wgrad,
+        backward_override=backward_override,
+        weight_key=_key(weight),
     )
+
+
+def _key(quantizer: Quantizer) -> str:
+    """The quantizer's class and fields as text, less live state."""
+    fields = quantizer._constructor_arguments()
+    return f"{type(quantizer).__name__} {[item for item in fields.items() if not isinstance(item[1], Tensor)]}"
+
+
+#: What backward multiplies instead of quantized operands.
+BACKWARD_OVERRIDES = (None, "high_precision", "dequantized")
 
 
 @dataclass(frozen=True)
@@ -121,14 +137,23 @@ class Recipe:
         overrides: pairs of a pattern and another recipe, or None for high precision. A module whose name the pattern
             matches (``fnmatch``: ``"blocks.*.fc1"``) follows that recipe; the first match counts. A module without
             a name matches nothing, which is warned about once (``Linear(name=...)``, ``tejit.name_modules(root)``).
+        backward_override: None quantizes the operands of backward's GEMMs too. ``high_precision`` multiplies in high
+            precision there, the original input and weight, which are saved; ``dequantized`` multiplies in high
+            precision what forward's operands stand for, which costs no more memory than None. ``grad_output`` is not
+            quantized in either.
 
     A subclass's ``__post_init__`` calls this one's, which raises ``TypeError`` for overrides that are no such pairs
-    and ``ValueError`` for a recipe among them that has overrides itself.
+    and ``ValueError`` for a recipe among them that has overrides itself, or another ``backward_override``.
     """
 
     overrides: tuple[tuple[str, Recipe | None], ...] = field(default=(), kw_only=True)
+    backward_override: str | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
+        if self.backward_override not in BACKWARD_OVERRIDES:
+            raise ValueError(
+                f"backward_override is {self.backward_override!r}; it must be None, 'high_precision' or 'dequantized'"
+            )
         object.__setattr__(self, "overrides", _checked_overrides(self.overrides))
 
     @property
@@ -241,6 +266,7 @@ class Float8CurrentScaling(Recipe):
             fast_accum_fprop=self.fast_accum_fprop,
             fast_accum_dgrad=self.fast_accum_dgrad,
             fast_accum_wgrad=self.fast_accum_wgrad,
+            backward_override=self.backward_override,
         )
         object.__setattr__(self, "_linear", quantizers)
 
@@ -290,6 +316,7 @@ class Float8BlockScaling(Recipe):
             quantizer(self.fp8_format.forward_dtype, self.x_block_scaling_dim),
             quantizer(self.fp8_format.forward_dtype, self.w_block_scaling_dim),
             quantizer(self.fp8_format.backward_dtype, self.grad_block_scaling_dim),
+            backward_override=self.backward_override,
         )
         object.__setattr__(self, "_linear", quantizers)
 

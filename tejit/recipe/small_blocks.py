@@ -45,6 +45,7 @@ class MXFP8BlockScaling(Recipe):
             input=MXFP8Quantizer(forward),
             weight=MXFP8Quantizer(forward, with_2d_quantization=self.enable_2d_quantization),
             grad_output=MXFP8Quantizer(backward),
+            backward_override=self.backward_override,
         )
         object.__setattr__(self, "_linear", quantizers)
 
@@ -104,6 +105,7 @@ class NVFP4BlockScaling(Recipe):
                 **_four_over_six(self.four_over_six in ("weights", "all")),
             ),
             grad_output=NVFP4Quantizer(with_rht=rht, stochastic_rounding=not self.disable_stochastic_rounding),
+            backward_override=self.backward_override,
         )
         object.__setattr__(self, "_linear", quantizers)
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tejit.format_info import HIGH_PRECISION_DTYPES
+from tejit.tensor.attached import PARAMETER_MARK, carry
 from tejit.tensor.storage import QuantizedTensorStorage
 
 aten = torch.ops.aten
@@ -139,7 +140,7 @@ def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         moved = buffer.to(device, non_blocking=lazy, copy=True, memory_format=torch.contiguous_format)
         return moved.pin_memory() if pin else moved
 
-    return source._map(move, fake_dtype=dtype)
+    return _with_attached(source, source._map(move, fake_dtype=dtype))
 
 
 @_handles(aten._pin_memory.default)
@@ -161,7 +162,18 @@ def _record_stream(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 @_handles(aten.empty_like.default)
 def _empty_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return _fresh(args[0], tuple(args[0].shape), kwargs)
+    return _with_attached(args[0], _fresh(args[0], tuple(args[0].shape), kwargs))
+
+
+def _with_attached(source: Any, result: Any) -> Any:
+    """A module puts a converted buffer in the buffer's place, so it takes along what was attached to it. A Parameter
+    stays the object that it is (``tejit.tensor.swapping``), and a tensor with a history is another value.
+
+    Of ``empty_like`` autograd detaches what refers to itself, which loses the attributes again."""
+    leaf = not (torch.is_grad_enabled() and source.requires_grad)
+    if leaf and result is not NotImplemented and PARAMETER_MARK not in source.__dict__:
+        carry(source, result)
+    return result
 
 
 @_handles(aten.new_empty.default)

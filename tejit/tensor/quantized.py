@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from tejit.tensor import serialization
+from tejit.tensor.attached import attached
 from tejit.tensor.dispatch import dispatch
 from tejit.tensor.storage import QuantizedTensorStorage
+from tejit.tensor.swapping import SwappedState
 
 Self = TypeVar("Self", bound="QuantizedTensor")
 
@@ -65,6 +67,7 @@ class QuantizedTensor(Tensor, _Mixed):
         return make_wrapper(cls, shape, dtype, requires_grad, device, stride)
 
     __torch_function__ = torch._C._disabled_torch_function_impl
+    __dict__ = SwappedState()
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -115,6 +118,18 @@ class QuantizedTensor(Tensor, _Mixed):
                 f"cannot assign data of {value.dtype} on {value.device} to a {type(self).__name__} of {self.dtype} on"
                 f" {self.device}"
             )
+        self._take_state(value)
+
+    def _become(self, value: QuantizedTensor) -> None:
+        """Take over the nominal dtype, device and buffers of ``value``, of the same class, in place: the object, its
+        hooks, and whoever holds it know nothing of it.
+
+        Raises ``RuntimeError`` (torch's own) where one of them is on the meta device and the other is not.
+        """
+        Tensor.data.__set__(self, value)
+        self._take_state(value)
+
+    def _take_state(self, value: QuantizedTensor) -> None:
         for name in value._own_state():
             if hasattr(value, name):
                 setattr(self, name, getattr(value, name))
@@ -191,7 +206,7 @@ class QuantizedTensor(Tensor, _Mixed):
         memo[id(self)] = twin
         if self.grad is not None:
             twin.grad = copy.deepcopy(self.grad, memo)
-        for name, value in serialization.attached(self).items():
+        for name, value in attached(self).items():
             setattr(twin, name, copy.deepcopy(value, memo))
         return twin
 

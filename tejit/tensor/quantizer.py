@@ -176,6 +176,10 @@ class Quantizer(metaclass=compat.ValueMeta):
         """``inner`` less what :meth:`columnwise_operand` does not read: what a layer keeps for its backward."""
         raise NotImplementedError(f"{type(self).__name__} does not define columnwise_inner")
 
+    def columnwise_from_rowwise(self, inner: Inner) -> Inner | None:
+        """Columnwise buffers of the same values, made from rowwise ones; None where the format cannot. Traceable."""
+        return None
+
     def usages_of(self, storage: Any) -> tuple[bool, bool]:
         """``(rowwise, columnwise)``: what the buffers of a storage or tensor can serve; traceable."""
         raise NotImplementedError(f"{type(self).__name__} does not define usages_of")

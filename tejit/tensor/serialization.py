@@ -10,13 +10,8 @@ import torch
 from torch import Tensor
 
 from tejit.format_info import HIGH_PRECISION_DTYPES
+from tejit.tensor.attached import Itself, MethodOf, for_file, from_file
 from tejit.tensor.quantizer import Quantizer
-
-
-def attached(tensor: Any) -> dict[str, Any]:
-    """What others attached to a quantized tensor (``main_grad``, flags, ``_is_param``), by attribute."""
-    own = set(tensor._own_state())
-    return {name: value for name, value in tensor.__dict__.items() if name not in own}
 
 
 def rebuild(
@@ -54,7 +49,7 @@ def rebuild(
         # What the class has is no attachment: it would hide a method, or go through a setter.
         if hasattr(cls, name) or name in tensor._own_state():
             raise pickle.UnpicklingError(f"{name!r} cannot be an attached attribute of a {cls.__name__}")
-        setattr(tensor, name, value)
+        setattr(tensor, name, from_file(value, tensor))
     return tensor
 
 
@@ -114,7 +109,7 @@ def reduce_tensor(tensor: Any) -> Any:
         tuple(tensor.stride()),
         tensor.requires_grad,
         tensor._shares_scale,
-        attached(tensor),
+        for_file(tensor),
     )
     return rebuild, arguments
 
@@ -129,4 +124,4 @@ def allow(*names: Any) -> None:
     torch.serialization.add_safe_globals(list(names))
 
 
-allow(rebuild)
+allow(rebuild, Itself, MethodOf)

@@ -58,7 +58,7 @@ class Float8CurrentScalingQuantizer(Float8TensorQuantizer):
             transpose,
             self.force_pow_2_scales,
             self.amax_epsilon,
-            self._reduced_amax(x, amax_reduction_group),
+            None if amax_reduction_group is None else self._reduced_amax(x, amax_reduction_group),
         )
         return codes if data else None, transposed if transpose else None, scale_inv
 

@@ -90,6 +90,12 @@ class Float8TensorQuantizer(Quantizer):
             codes = _matrix(data).t()
         return Operand(codes, scale_inv, fp8_element(self.fp8_dtype).code)
 
+    def columnwise_from_rowwise(self, inner: Inner) -> Inner | None:
+        """The transposed bytes, with the same scale."""
+        data, _, scale_inv = inner
+        assert data is not None
+        return None, fp8.reference.transpose_bytes(data), scale_inv
+
     def columnwise_inner(self, inner: Inner) -> Inner:
         """``inner`` less the rowwise bytes, where the transposed ones are there."""
         data, transpose, scale_inv = inner

@@ -315,6 +315,15 @@ class NVFP4Quantizer(Quantizer):
             sign_mask=sign_mask,
         )
 
+    def columnwise_from_rowwise(self, inner: Inner) -> Inner | None:
+        """The same tiles transposed; None with blocks of 1x16, which differ by direction, and with RHT."""
+        row, scale_inv, _, _, amax, _ = inner
+        if not self.with_2d_quantization or self.with_rht:
+            return None
+        assert row is not None
+        assert scale_inv is not None
+        return None, None, *nvfp4.transpose_squares(row, scale_inv, self.optimize_for_gemm), None, amax
+
     def columnwise_inner(self, inner: Inner) -> Inner:
         """``inner`` less the rowwise buffers."""
         _, _, col, scale_inv, _, amax = inner

@@ -13,7 +13,7 @@ from tejit.format_info import E2M1, E4M3, E5M2, FP8_BLOCK, FP8_ELEMENTS, FP8_GEM
 from tejit.kernels import fp8_block
 from tejit.kernels.gemm.emulated import rounded
 from tejit.kernels.gemm.operand import FP8, MXFP8, NVFP4, Operand, factor, scaled
-from tejit.kernels.padding import known_zero, padded
+from tejit.kernels.padding import cut, known_zero, padded
 from tejit.kernels.swizzle import swizzle
 
 #: ``torch.nn.functional.ScalingType`` (whose Python function does not trace on torch 2.11) by ``block_dim``.
@@ -25,18 +25,18 @@ def is_native(a: Operand, b: Operand) -> bool:
     """Whether the tensor cores of the operands' device multiply this pair."""
     if a.kind != b.kind or a.codes.numel() == 0 or b.codes.numel() == 0:
         return False
-    if a.kind == NVFP4:
-        return a.sign_mask == b.sign_mask and hardware.nvfp4_gemm_is_native(a.codes.device)
-    if a.kind not in (FP8, MXFP8) or (a.fp8 == E5M2.code and b.fp8 == E5M2.code):
+    if a.kind in (FP8, MXFP8) and a.fp8 == b.fp8 == E5M2.code:
         return False  # no tensor core multiplies E5M2 by E5M2
-    if a.kind == MXFP8:
-        return hardware.mxfp8_gemm_is_native(a.codes.device)
-    if a.block_dim or b.block_dim:
-        pair, elements = (a.block_dim, b.block_dim), (a.fp8, b.fp8)
-        if elements != (E4M3.code, E4M3.code):
+    where = a.codes.device
+    if a.kind == FP8:
+        if not (a.block_dim or b.block_dim):
+            return hardware.fp8_gemm_is_native(where)
+        if not a.fp8 == b.fp8 == E4M3.code:
             return False  # torch takes no E5M2 with blocks of 128
-        return pair in ((1, 1), (1, 2)) and hardware.fp8_block_gemm_is_native(a.codes.device)
-    return hardware.fp8_gemm_is_native(a.codes.device)
+        return (a.block_dim, b.block_dim) in ((1, 1), (1, 2)) and hardware.fp8_block_gemm_is_native(where)
+    if a.kind == NVFP4:
+        return a.sign_mask == b.sign_mask and hardware.nvfp4_gemm_is_native(where)
+    return a.kind == MXFP8 and hardware.mxfp8_gemm_is_native(where)
 
 
 def gemm(a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool) -> Tensor:
@@ -52,22 +52,27 @@ def _tensors(a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None
     """FP8 with one scale each."""
     assert a.scale_inv is not None
     assert b.scale_inv is not None
-    n = b.codes.shape[0]
-    a_codes = padded(a.codes, 1, FP8_GEMM_ALIGNMENT).view(FP8_ELEMENTS[a.fp8].dtype)
-    b_codes = padded(b.codes, FP8_GEMM_ALIGNMENT, FP8_GEMM_ALIGNMENT).view(FP8_ELEMENTS[b.fp8].dtype)
+    a_codes, b_codes = a.codes, b.codes
+    n, k = b_codes.shape
+    whole = known_zero(n % FP8_GEMM_ALIGNMENT)
+    if not (whole and known_zero(k % FP8_GEMM_ALIGNMENT)):
+        a_codes = padded(a_codes, 1, FP8_GEMM_ALIGNMENT)
+        b_codes = padded(b_codes, FP8_GEMM_ALIGNMENT, FP8_GEMM_ALIGNMENT)
     # cuBLASLt's own bias comes in the output's dtype, and not at all for float32.
     fused = bias if bias is not None and bias.dtype == out_dtype != torch.float32 else None
     added = bias if fused is None else None
+    if fused is not None and not whole:
+        fused = padded(fused.reshape(1, -1), 1, FP8_GEMM_ALIGNMENT).reshape(-1)
     out = torch._scaled_mm(
-        a_codes,
-        b_codes.t(),
+        a_codes.view(FP8_ELEMENTS[a.fp8].dtype),
+        b_codes.view(FP8_ELEMENTS[b.fp8].dtype).t(),
         a.scale_inv,
         b.scale_inv,
-        bias=None if fused is None else padded(fused.reshape(1, -1), 1, FP8_GEMM_ALIGNMENT).reshape(-1),
+        bias=fused,
         out_dtype=out_dtype if added is None else torch.float32,
         use_fast_accum=fast_accum,
     )
-    if not known_zero(-n % FP8_GEMM_ALIGNMENT):
+    if not whole:
         out = out[:, :n]
     return out if added is None else rounded(out + added.to(torch.float32), out_dtype)
 
@@ -98,9 +103,7 @@ def _blocks(a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None)
         None,
         torch.bfloat16 if direct else torch.float32,
     )
-    if not (known_zero(a_codes.shape[0] - m) and known_zero(b_codes.shape[0] - n)):
-        out = out[:m, :n]
-    return _finished(out, bias, out_dtype)
+    return _finished(cut(out, m, n), bias, out_dtype)
 
 
 def _mxfp8(a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
@@ -118,9 +121,7 @@ def _mxfp8(a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None) 
         _swizzled(b).view(torch.float8_e8m0fnu),
         out_dtype=out_dtype if direct else torch.float32,
     )
-    if not known_zero(-n % FP8_GEMM_ALIGNMENT):
-        out = out[:, :n]
-    return _finished(out, bias, out_dtype)
+    return _finished(cut(out, out.shape[0], n), bias, out_dtype)
 
 
 def _nvfp4(a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
@@ -137,8 +138,7 @@ def _nvfp4(a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None) 
         _swizzled(b).view(E4M3.dtype),
         out_dtype=torch.float32,
     )
-    if not known_zero(-n % FP8_GEMM_ALIGNMENT):
-        out = out[:, :n]
+    out = cut(out, out.shape[0], n)
     return _finished(scaled(out, factor(a), factor(b)), bias, out_dtype)
 
 

@@ -1,0 +1,123 @@
+"""Parameters that live quantized: what modules built inside ``quantized_model_init`` do with their weights."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tejit.formats import IdentityQuantizer
+from tejit.recipe import LinearQuantizers
+from tejit.recipe.model_init import current_model_init
+from tejit.tensor import QuantizedTensor, Quantizer
+from tejit.tensor.attached import carry
+from tejit.tensor.serialization import allow
+
+#: Attribute of a parameter: its values before quantization, on the CPU.
+_INIT_VAL = "_high_precision_init_val"
+
+
+def quantize_parameters(module: Any, products: dict[str, str | None]) -> None:
+    """Replace weights of a module under construction by quantized ones, as ``quantized_model_init`` asks; nothing
+    outside of it.
+
+    Args:
+        module: one of tejit's modules, its parameters made and initialised.
+        products: for each weight's parameter name, what the recipe calls its linear product.
+    """
+    asked = current_model_init()
+    if asked is None:
+        return
+    for parameter_name, product_name in products.items():
+        quantizers = asked.recipe.for_linear(product_name)
+        quantizer = None if quantizers is None else weight_quantizer(module, quantizers, parameter_name)
+        parameter = module._parameters[parameter_name]
+        if quantizers is None or quantizer is None or isinstance(parameter, QuantizedTensor):
+            continue
+        if not _fits(quantizer, parameter, quantizers.alignment):
+            _say_it_stays(type(module).__name__, parameter_name, tuple(parameter.shape), parameter.dtype, quantizer)
+            continue
+        module._parameters[parameter_name] = _quantized(parameter, quantizer, asked.preserve)
+
+
+def weight_quantizer(module: Any, quantizers: LinearQuantizers, parameter: str) -> Quantizer | None:
+    """What quantizes a parameter of ``module``; None where the recipe leaves weights in high precision.
+
+    A recipe whose quantizers live in the module (delayed scaling) is served here too: its state belongs to the module.
+    """
+    quantizer = quantizers.weight.both if torch.is_grad_enabled() else quantizers.weight.rowwise
+    return None if isinstance(quantizer, IdentityQuantizer) else quantizer.replace(internal=False)
+
+
+def _fits(quantizer: Quantizer, weight: Tensor, multiple: int) -> bool:
+    return quantizer.is_quantizable(weight) and not any(size % multiple for size in weight.shape)
+
+
+@functools.cache
+def _say_it_stays(
+    module: str, parameter: str, shape: tuple[int, ...], dtype: torch.dtype, quantizer: Quantizer
+) -> None:
+    warnings.warn(
+        f"tejit: {module}.{parameter} of shape {shape} in {dtype} does not fit {quantizer!r} and stays in high"
+        " precision; it is quantized in each call under autocast (said once for each shape)",
+        stacklevel=4,
+    )
+
+
+def _quantized(parameter: nn.Parameter, quantizer: Quantizer, preserve: bool) -> nn.Parameter:
+    values = parameter.detach()
+    made = nn.Parameter(quantizer.quantize(values), requires_grad=parameter.requires_grad)
+    carry(parameter, made)
+    if preserve:
+        made.get_high_precision_init_val = types.MethodType(get_high_precision_init_val, made)
+        made.clear_high_precision_init_val = types.MethodType(clear_high_precision_init_val, made)
+        _preserve(made, values)
+    return made
+
+
+def _preserve(parameter: Any, values: Tensor) -> None:
+    """Keep the values of a parameter that was made to keep them."""
+    if "get_high_precision_init_val" in vars(parameter) and not values.is_meta:
+        setattr(parameter, _INIT_VAL, values.detach().to("cpu", copy=True))
+
+
+def get_high_precision_init_val(parameter: Tensor) -> Tensor | None:
+    """A parameter's values before quantization, on the CPU; None after they were cleared."""
+    return vars(parameter).get(_INIT_VAL)
+
+
+def clear_high_precision_init_val(parameter: Tensor) -> None:
+    """Forget a parameter's values before quantization."""
+    vars(parameter).pop(_INIT_VAL, None)
+
+
+@contextlib.contextmanager
+def in_high_precision(module: Any, *names: str) -> Iterator[None]:
+    """Initialise parameters: quantized ones are plain inside, uninitialised, and take over what was written to those.
+
+    An initialisation that fails leaves them as they were.
+    """
+    quantized = {name: p for name in names if isinstance(p := module._parameters.get(name), QuantizedTensor)}
+    for name, parameter in quantized.items():
+        plain = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        module._parameters[name] = nn.Parameter(plain, requires_grad=parameter.requires_grad)
+    written: dict[str, Tensor] = {}
+    try:
+        yield
+        written = {name: module._parameters[name].detach() for name in quantized}
+    finally:
+        module._parameters.update(quantized)
+    for name, values in written.items():
+        if not values.is_meta:
+            with torch.no_grad():
+                quantized[name].copy_(values)
+            _preserve(quantized[name], values)
+
+
+allow(get_high_precision_init_val, clear_high_precision_init_val)
