@@ -157,19 +157,19 @@ class Delayed(nn.Module):
 
     # -- moving, copying ----------------------------------------------------------------------------------------
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        names = (*STORED, PREVIOUS)
-        before = {name: self._buffers[name] for name in names if name in self._buffers}
-        result = super()._apply(fn, recurse)
-        for name, old in before.items():
-            new = self._buffers[name]
-            assert old is not None
-            assert new is not None
-            if old.is_meta and not new.is_meta:
-                new = _fresh(self._products, old.shape[0], new.device)[name]
-            elif new.dtype != old.dtype:
-                new = old.to(new.device)
-            self._buffers[name] = new
-        if before and self._delayed.anchor.device != self._delayed_scale.device:
+        ours = {id(self._buffers[name]): name for name in (*STORED, PREVIOUS) if name in self._buffers}
+
+        def convert(tensor: Tensor) -> Tensor:
+            new = fn(tensor)
+            if id(tensor) in ours:
+                if tensor.is_meta and not new.is_meta:
+                    return _fresh(self._products, tensor.shape[0], new.device)[ours[id(tensor)]]
+                if new.dtype != tensor.dtype:
+                    return tensor.to(new.device)
+            return new
+
+        result = super()._apply(convert, recurse)
+        if ours and self._delayed.anchor.device != self._delayed_scale.device:
             self._delayed.move(self._delayed_scale.device)
         return result
 
