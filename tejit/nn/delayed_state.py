@@ -29,6 +29,7 @@ from tejit.recipe import (
     delayed_rules,
     observed_recipe,
 )
+from tejit.recipe.model_init import current_model_init
 from tejit.tensor.attached import carry
 
 SCALE = "_delayed_scale"
@@ -63,7 +64,8 @@ class Delayed(nn.Module):
 
     def _init_delayed(self, device: torch.device) -> None:
         """Called at the end of the constructor, inside the contexts that it was called in."""
-        rules = delayed_rules(current_recipe())
+        asked = current_model_init()
+        rules = delayed_rules(current_recipe()) + delayed_rules(None if asked is None else asked.recipe)
         fresh = _fresh(self._products, max([ROWS, *[rule.length for rule in rules]]), device)
         for name, tensor in fresh.items():
             self.register_buffer(name, tensor, persistent=False)

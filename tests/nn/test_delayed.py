@@ -386,3 +386,28 @@ def test_an_empty_batch() -> None:
     assert y.shape == (0, 17)
     assert layer._delayed_scale[0] == 1
     assert layer._delayed_scale[1] == 448 / layer.weight.abs().max()
+
+
+def test_what_linear_can_do_besides() -> None:
+    """The workspace counts the weight where it quantizes it; the input cannot be quantized again after the roll."""
+    layer, recipe = tejit.Linear(31, 17), DelayedScaling(amax_history_len=4)
+    watched = Watched(layer, 4, E4M3, E5M2)
+    for first in (True, False, False):
+        with tejit.autocast(recipe=recipe):
+            y = layer(data(int(first)), is_first_microbatch=first)
+        if not first:
+            watched.forward.history[0, 1] = 0
+        watched.forward.roll()
+        y.square().sum().backward()
+        watched.backward.roll()
+        watched.check(f"first {first}")
+    original = tejit.Linear(31, 17, save_original_input=True)
+    with pytest.raises(ValueError, match="save_original_input=True quantizes"), tejit.autocast(recipe=recipe):
+        original(data(0))
+    overridden = DelayedScaling(amax_history_len=4, backward_override="dequantized")
+    before = layer._delayed_grad_scale.clone()
+    with tejit.autocast(recipe=overridden):
+        y = layer(data(3))
+    y.square().sum().backward()
+    assert torch.equal(layer._delayed_grad_scale, before)
+    assert layer._delayed_grad_amax_history[3] != 0
