@@ -95,6 +95,7 @@ def _process(rank: int, folder: str, function, arguments) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
     try:
         torch.save(function(rank, *arguments), f"{folder}/{rank}.pt")
+        dist.barrier()  # nobody hangs up while another one still listens
     finally:
         dist.destroy_process_group()
 
