@@ -4,7 +4,9 @@ Importing it loads the compiled kernels from the cache and builds them on the fi
 where that is not possible the same numerics run in plain torch.
 """
 
-from tejit import dynamo, jit, ops, recipe
+from typing import TYPE_CHECKING
+
+from tejit import compat, dynamo, jit, ops, recipe
 from tejit.convert import convert
 from tejit.formats import (
     Float8BlockQuantizer,
@@ -27,24 +29,11 @@ from tejit.formats import (
     NVFP4Tensor,
     NVFP4TensorStorage,
 )
-from tejit.inspect import explain, info
 from tejit.jit import CacheError, CompileError, KernelNotCached, TejitError, ToolchainError, warm
 from tejit.kernels import library as _ops  # noqa: F401 - registers the ops
 from tejit.kernels.backend import DEFAULT as _BACKEND
 from tejit.kernels.backend import backend
-from tejit.nn import (
-    GroupedLinear,
-    LayerNorm,
-    LayerNormLinear,
-    LayerNormMLP,
-    Linear,
-    MultiheadAttention,
-    RMSNorm,
-    RotaryPositionEmbedding,
-    TransformerLayer,
-    name_modules,
-    plain_state_dict,
-)
+from tejit.nn import LayerNorm, Linear, RMSNorm, name_modules, plain_state_dict
 from tejit.recipe import (
     autocast,
     is_fp8_available,
@@ -54,6 +43,18 @@ from tejit.recipe import (
     quantized_model_init,
 )
 from tejit.tensor import InnerTensor, QuantizedTensor, QuantizedTensorStorage, Quantizer
+
+if TYPE_CHECKING:
+    from tejit.inspect.explain import explain
+    from tejit.inspect.info import info
+    from tejit.nn import (
+        GroupedLinear,
+        LayerNormLinear,
+        LayerNormMLP,
+        MultiheadAttention,
+        RotaryPositionEmbedding,
+        TransformerLayer,
+    )
 
 __version__ = "0.1.0"
 
@@ -112,6 +113,20 @@ __all__ = [
     "recipe",
     "warm",
 ]
+
+__getattr__ = compat.late_names(
+    __name__,
+    {
+        "explain": "tejit.inspect",
+        "info": "tejit.inspect",
+        "GroupedLinear": "tejit.nn",
+        "LayerNormLinear": "tejit.nn",
+        "LayerNormMLP": "tejit.nn",
+        "MultiheadAttention": "tejit.nn",
+        "RotaryPositionEmbedding": "tejit.nn",
+        "TransformerLayer": "tejit.nn",
+    },
+)
 
 if _BACKEND != "torch" and not jit.is_command_line():
     jit.load()

@@ -6,6 +6,7 @@ Nothing else in the package asks for torch's version.
 from __future__ import annotations
 
 import abc
+import importlib
 import inspect
 import sys
 import types
@@ -116,6 +117,20 @@ def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return function.apply(*arguments)
     return super(torch.autograd.Function, function).apply(*arguments)
+
+
+def late_names(package: str, places: dict[str, str]) -> Callable[[str], Any]:
+    """A package's ``__getattr__`` for names whose modules are loaded when somebody asks: ``{name: module}``. Every
+    process pays for an import of the package, few use all of its names."""
+
+    def getattr_(name: str) -> Any:
+        if name not in places:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(places[name]), name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return getattr_
 
 
 def default_device() -> torch.device | None:

@@ -16,7 +16,7 @@ from .roots import Root, distrust, own_temporary
 from .settings import Settings
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Owner:
     """Who holds a lock."""
 

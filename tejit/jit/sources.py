@@ -23,7 +23,7 @@ def default_root() -> str:
     return os.path.join(package, "_cuda_src")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class SourceSet:
     """A unit and all files it includes from the sources root.
 
@@ -58,6 +58,7 @@ def collect(root: str, unit: str) -> SourceSet:
         ToolchainError: the unit is not there; the installation is broken.
     """
     read: dict[str, bytes] = {}
+    known: dict[str, bool] = {}  # whether a name is a file: headers are included many times over
     waiting = [unit]
     while waiting:
         name = waiting.pop()
@@ -77,7 +78,9 @@ def collect(root: str, unit: str) -> SourceSet:
                 candidate = os.path.normpath(candidate).replace(os.sep, "/")
                 if candidate.startswith("../"):
                     continue
-                if candidate in read or os.path.isfile(os.path.join(root, candidate)):
+                if candidate not in known:
+                    known[candidate] = os.path.isfile(os.path.join(root, candidate))
+                if known[candidate]:
                     waiting.append(candidate)
                     break
     return SourceSet(unit, tuple(sorted(read.items())))
