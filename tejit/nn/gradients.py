@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tejit import compat
 from tejit.nn import products
 from tejit.nn.products import Plan
 from tejit.tensor.quantizer import Inner
@@ -27,12 +28,16 @@ class Late:
 
 
 class PutOff:
-    """A weight's gradient that is still to be computed, from operands that are held until then."""
+    """A weight's gradient that is still to be computed, from operands that are held until then.
+
+    ``backward`` is the number of the backward pass that put it off.
+    """
 
     def __init__(self, weight: Tensor, main_grad: Tensor | None, arguments: tuple[Any, ...]) -> None:
         self.weight = weight
         self.main_grad = main_grad
         self.arguments = arguments
+        self.backward = compat.backward_number()
 
     def compute(self) -> None:
         """Compute it and add it to ``main_grad`` or to ``weight.grad``."""

@@ -51,7 +51,6 @@ class Linear(QuantizedModule, nn.Linear):
 
     return_bias = False
     _init_method: Callable[[Tensor], object] | None = None
-    _ready: ready.Ready | None = None
 
     def __init__(
         self,
@@ -105,7 +104,7 @@ class Linear(QuantizedModule, nn.Linear):
         compiling = torch.compiler.is_compiling()
         known = None if compiling else self._ready
         if known is not None and known.holds(self, x, self.weight, bias, is_first_microbatch):
-            self.__dict__["_forward_recipe"] = known.recipe
+            self.__dict__["_forward_context"] = known.context
             out = quantized_linear(x, known.product, bias)
             return (out, self.bias) if self.return_bias else out
         quantizers = self._quantizers()

@@ -19,7 +19,7 @@ from tejit.nn.delayed_state import Delayed
 from tejit.nn.gradients import Late, PutOff
 from tejit.nn.naming import Named, checked_name
 from tejit.nn.products import Plan, State
-from tejit.recipe import LinearQuantizers, Recipe, current_group, current_recipe
+from tejit.recipe import LinearQuantizers, Recipe, current_group, current_recipe, entered_in_this_backward
 from tejit.tensor.quantizer import Inner
 
 Self = TypeVar("Self", bound="QuantizedModule")
@@ -29,7 +29,7 @@ _numbers = itertools.count()
 _modules: weakref.WeakValueDictionary[str, QuantizedModule] = weakref.WeakValueDictionary()
 
 #: Attributes that no copy of a module takes over.
-_OWN = ("_forward_recipe", "_ready", "_key", "_put_off", "_known_readings", "_known_workspaces")
+_OWN = ("_forward_context", "_ready", "_key", "_put_off", "_known_readings", "_known_workspaces")
 
 #: What the names of a workspace's buffers begin with.
 _WORKSPACE = "_workspace"
@@ -78,7 +78,8 @@ class QuantizedModule(Delayed, KeepsAttached, Named, nn.Module):
     fuse_wgrad_accumulation = False
     save_original_input = False
     delay_wgrad_compute = False
-    _forward_recipe: Recipe | None = None
+    _forward_context: tuple[Recipe | None, Any] = (None, None)
+    _ready: Any = None
     _put_off: deque[PutOff]
     _known_readings: dict[str, Any]
     _known_workspaces: dict[str, Any]
@@ -121,16 +122,25 @@ class QuantizedModule(Delayed, KeepsAttached, Named, nn.Module):
     def _recipe(self) -> Recipe | None:
         """The recipe in force; in a recomputation (activation checkpointing) that of the forward which it repeats.
 
-        Backward is usually called outside of ``autocast``, and a checkpointed forward runs again inside it.
+        Backward is usually called outside of that ``autocast``, and a checkpointed forward runs again inside it; an
+        ``autocast`` counts there that is part of what runs again.
         """
-        if torch.compiler.is_compiling():
-            return current_recipe()
         recipe = current_recipe()
+        if torch.compiler.is_compiling():
+            return recipe
+        known = self._forward_context
         if compat.in_backward():
-            return recipe or self._forward_recipe
-        if recipe is not self._forward_recipe:
-            self.__dict__["_forward_recipe"] = recipe
+            return recipe if entered_in_this_backward() else known[0]
+        group = current_group()
+        if recipe is not known[0] or group is not known[1]:
+            self.__dict__["_forward_context"] = (recipe, group)
         return recipe
+
+    def _group(self) -> Any:
+        """The group over which amax is reduced; found as :meth:`_recipe` finds the recipe."""
+        if torch.compiler.is_compiling() or not compat.in_backward() or entered_in_this_backward():
+            return current_group()
+        return self._forward_context[1]
 
     def _quantizers(self, name: str | None = None) -> LinearQuantizers | None:
         """The quantizers of the module's linear products; None for high precision.
@@ -204,7 +214,7 @@ class QuantizedModule(Delayed, KeepsAttached, Named, nn.Module):
         state, delayed = self._delayed_state(quantizers.delayed)
         if not (needs_dgrad or needs_wgrad):
             state = state._replace(anchor=None)  # it would make the output require a gradient
-        group = current_group()
+        group = self._group()
         source, usages = weights.CALL, (True, True)
         given: Inner = ()
         if weights.is_quantized(weight):
@@ -259,11 +269,16 @@ class QuantizedModule(Delayed, KeepsAttached, Named, nn.Module):
             if _is_waited_for(self._key, parameter):
                 owner.grad_added_to_main_grad = True  # a graph's backward cannot
             return None
+        if self.delay_wgrad_compute and not owner.is_leaf:
+            raise RuntimeError(
+                f"delay_wgrad_compute=True cannot put off the gradient of {parameter}, which is computed from other"
+                " tensors (a parametrization, torch.func): it would not reach them. Use delay_wgrad_compute=False"
+            )
         return Late(owner, self._put_off if self.delay_wgrad_compute else None)
 
     def backward_dw(self) -> None:
-        """Compute the weights' gradients that the oldest backward put off (``delay_wgrad_compute``), one for each of
-        the module's products that needs one; nothing where the module does not put off.
+        """Compute the weights' gradients that the oldest backward put off (``delay_wgrad_compute``), one for each
+        time that it passed a product that needs one; nothing where the module does not put off.
 
         They are added to the weights' ``grad``, or to ``main_grad`` with ``fuse_wgrad_accumulation``; hooks of the
         parameters do not run.
@@ -276,13 +291,9 @@ class QuantizedModule(Delayed, KeepsAttached, Named, nn.Module):
             raise RuntimeError(
                 "backward_dw() was called, and no backward has put off a gradient of this module's weight"
             )
-        first = self._put_off.popleft()
-        first.compute()
-        done = {id(first.weight)}
-        while self._put_off and id(self._put_off[0].weight) not in done:
-            late = self._put_off.popleft()
-            late.compute()
-            done.add(id(late.weight))
+        oldest = self._put_off[0].backward
+        while self._put_off and self._put_off[0].backward == oldest:
+            self._put_off.popleft().compute()
 
     # -- the workspace ------------------------------------------------------------------------------------------
     def _cached(
@@ -345,6 +356,7 @@ class QuantizedModule(Delayed, KeepsAttached, Named, nn.Module):
 
     def _apply(self: Self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # The bytes of the workspace and their scales move with the module, and have no other dtype.
+        self.__dict__.pop("_ready", None)  # it would keep what the module is moved away from
         workspace = {name: self._buffers.pop(name) for name in list(self._buffers) if name.startswith(_WORKSPACE)}
         try:
             super()._apply(fn, recurse)
@@ -374,7 +386,9 @@ def _allocate(key: str, parameter: str, specs: tuple[tuple[str, tuple[int, ...],
         if buffer is None or (tuple(buffer.shape), buffer.dtype, buffer.device) != (shape, dtype, device):
             if hasattr(module, name):
                 delattr(module, name)
-            module.register_buffer(name, torch.zeros(shape, dtype=dtype, device=device), persistent=False)
+            with torch.inference_mode(False):  # a later first microbatch may come outside of it
+                zeros = torch.zeros(shape, dtype=dtype, device=device)
+            module.register_buffer(name, zeros, persistent=False)
 
 
 @compat.constant_result

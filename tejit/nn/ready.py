@@ -30,10 +30,19 @@ class Ready:
     Of tensors it holds only what the module holds too.
     """
 
-    __slots__ = ("backend", "bias", "columns", "device", "dtype", "first", "needs", "product", "recipe")
+    __slots__ = ("asked", "backend", "bias", "columns", "context", "device", "dtype", "first", "needs", "product")
 
-    def __init__(self, recipe: Recipe, product: Product, x: Tensor, bias: Tensor | None, first: bool | None) -> None:
-        self.recipe, self.product, self.bias, self.first = recipe, product, bias, first
+    def __init__(
+        self,
+        module: QuantizedModule,
+        recipe: Recipe,
+        product: Product,
+        x: Tensor,
+        bias: Tensor | None,
+        first: bool | None,
+    ) -> None:
+        self.context, self.asked = (recipe, None), _asked_for(module)
+        self.product, self.bias, self.first = product, bias, first
         self.device, self.dtype, self.columns = x.device, x.dtype, x.shape[-1]
         self.needs = (torch.is_grad_enabled(), x.requires_grad, product.weight.requires_grad)
         self.backend = backend.current()
@@ -41,7 +50,7 @@ class Ready:
     def holds(self, module: QuantizedModule, x: Tensor, weight: Any, bias: Tensor | None, first: bool | None) -> bool:
         """Whether a call with these arguments would find the same answers."""
         return (
-            current_recipe() is self.recipe
+            current_recipe() is self.context[0]
             and weight is self.product.weight
             and bias is self.bias
             and first is self.first
@@ -51,7 +60,10 @@ class Ready:
             and x.device == self.device
             and self.needs == (torch.is_grad_enabled(), x.requires_grad, weight.requires_grad)
             and x.numel() > 0
+            and weight.device == self.device
+            and weight.dtype is self.dtype
             and self._same_buffers(module, weight)
+            and self.asked == _asked_for(module)
             and backend.current() == self.backend
             and current_group() is None
             and not compat.autocast_enabled(self.device.type)
@@ -61,13 +73,18 @@ class Ready:
     def _same_buffers(self, module: QuantizedModule, weight: Any) -> bool:
         source, given = self.product.plan.weight_source, self.product.given
         if source == weights.CALL:
-            return weight.device == self.device and weight.dtype is self.dtype
+            return True
         found: Inner
         if source == weights.PARAMETER:
             found = weight._data, weight._transpose, weight._scale_inv
         else:
             found = module._workspace_of(self.product.plan.quantizers, "weight") or (None, None, None)
         return found[0] is given[0] and found[1] is given[1] and found[2] is given[2]
+
+
+def _asked_for(module: QuantizedModule) -> tuple[Any, ...]:
+    """What a module's owner may change at any time and a product depends on."""
+    return module.name, module.fuse_wgrad_accumulation, module.save_original_input, module.delay_wgrad_compute
 
 
 def of_call(
@@ -90,7 +107,7 @@ def of_call(
     forward = _forward(plan, product.given, x, product.weight, bias) if plain else None
     if recipe is None or forward is None:
         return None
-    return Ready(recipe, product._replace(plan=plan._replace(forward=forward)), x, bias, first)
+    return Ready(module, recipe, product._replace(plan=plan._replace(forward=forward)), x, bias, first)
 
 
 def _forward(plan: Plan, given: Inner, x: Tensor, weight: Tensor, bias: Tensor | None) -> Forward | None:

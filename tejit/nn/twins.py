@@ -196,7 +196,7 @@ def _forget(module: nn.Module) -> list[str]:
     ours = [name for name in module._buffers if name in STATE or name.startswith(WORKSPACE)]
     for name in ours:
         delattr(module, name)
-    return [name for name in vars(module) if name.startswith(WORKSPACE) or name == "_forward_recipe"]
+    return [name for name in vars(module) if name.startswith(WORKSPACE) or name == "_forward_context"]
 
 
 def obstacle_back(module: nn.Module) -> str | None:

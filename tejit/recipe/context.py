@@ -23,6 +23,7 @@ class _Outer(NamedTuple):
     observing: Recipe | None
     group: Any
     running: Pass | None
+    backward: int
 
 
 class _State(threading.local):
@@ -34,6 +35,7 @@ class _State(threading.local):
         self.observing: Recipe | None = None
         self.group: Any = None
         self.running: Pass | None = None
+        self.backward = -1  # number of the backward pass that it was entered in; -1 outside
         self.outer: list[_Outer] = []  # of the contexts that this thread is in
 
 
@@ -88,8 +90,9 @@ class autocast:
 
     def __enter__(self) -> autocast:
         state = _state
-        state.outer.append(_Outer(state.recipe, state.observing, state.group, state.running))
+        state.outer.append(_Outer(state.recipe, state.observing, state.group, state.running, state.backward))
         state.recipe, state.observing, state.group = self._recipe, self._observing, self._group
+        state.backward = -1 if torch.compiler.is_compiling() else compat.backward_number()
         if state.running is None:
             state.running = Pass(traced=torch.compiler.is_compiling())
         if self._delayed:
@@ -101,7 +104,7 @@ class autocast:
     ) -> None:
         state = _state
         running, outer = state.running, state.outer.pop()
-        state.recipe, state.observing, state.group, state.running = outer
+        state.recipe, state.observing, state.group, state.running, state.backward = outer
         if outer.running is None and running is not None and kind is None:
             running.close()
 
@@ -119,6 +122,12 @@ def observed_recipe() -> Recipe | None:
 def current_group() -> Any:
     """The ``amax_reduction_group`` in force in this thread."""
     return _state.group
+
+
+def entered_in_this_backward() -> bool:
+    """Whether the innermost ``autocast`` of this thread was entered in the backward pass that the thread runs inside,
+    hence by the region that is computed again there."""
+    return compat.in_backward() and _state.backward == compat.backward_number()
 
 
 def current_pass() -> Pass | None:

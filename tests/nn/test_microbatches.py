@@ -65,6 +65,17 @@ def test_the_weight_is_quantized_in_the_first_microbatch_alone() -> None:
     assert first.shape == stale.shape
 
 
+def test_a_workspace_made_in_inference_mode_serves_training() -> None:
+    module, (x, grad) = layer(), batches(1)[0][1]
+    with tejit.autocast():
+        want = step(module, module, x, grad)
+        with torch.inference_mode():
+            module(x, is_first_microbatch=True)
+        assert_same(step(module, module, x, grad, is_first_microbatch=True), want)
+        with torch.inference_mode():
+            module(x, is_first_microbatch=False)
+
+
 def test_false_without_true_is_an_error() -> None:
     module, x = layer(), torch.randn(4, 61)
     with tejit.autocast():
@@ -285,6 +296,32 @@ def test_backwards_are_put_off_in_order_and_add_up() -> None:
     with pytest.raises(RuntimeError, match="no backward has put off"):
         late.backward_dw()
     plain.backward_dw()  # does not put off: nothing to do
+
+
+@pytest.mark.parametrize("make", [lambda **a: tejit.Linear(48, 48, **a), lambda **a: tejit.LayerNormMLP(48, 80, **a)])
+def test_one_backward_is_one_call_however_often_it_passed_the_module(make) -> None:
+    torch.manual_seed(0)
+    plain = make()
+    late = make(delay_wgrad_compute=True)
+    late.load_state_dict(plain.state_dict())
+    x = torch.randn(8, 48)
+    for module in (plain, late):
+        with tejit.autocast():
+            for _ in range(2):  # two backwards, each of which passes the module twice
+                module(module(x)).sum().backward()
+    for _ in range(2):
+        late.backward_dw()
+    with pytest.raises(RuntimeError, match="no backward has put off"):
+        late.backward_dw()
+    for mine, others in zip(late.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, others.grad)  # the order of additions is another one
+
+
+def test_a_weight_that_is_computed_cannot_wait_for_its_gradient() -> None:
+    module = layer(delay_wgrad_compute=True)
+    torch.nn.utils.parametrizations.weight_norm(module)
+    with tejit.autocast(), pytest.raises(RuntimeError, match="cannot put off the gradient of weight"):
+        module(torch.randn(4, 61))
 
 
 def test_putting_off_cannot_be_compiled() -> None:

@@ -5,6 +5,8 @@ which asks everything.
 """
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -127,6 +129,46 @@ def test_a_parameter_whose_buffers_changed_is_read_again(device) -> None:
         module.weight.data = Float8CurrentScalingQuantizer()(input_of(device, 16, 32))
         assert torch.equal(module(x), copy.deepcopy(module)(x))
         assert not torch.equal(module(x), first)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_the_module_s_owner_changes_is_seen(device) -> None:
+    """A name that a pattern matches, the switches, dtypes, the place of a quantized weight."""
+    recipe, x = Float8CurrentScaling(overrides=(("head", None),)), input_of(device)
+    module = layer(device, name="body")
+    with tejit.autocast(recipe=recipe):
+        module(x)
+        module.name = "head"
+        assert torch.equal(module(x), nn.functional.linear(x, module.weight, module.bias))
+        module.name = "body"
+        module(x)
+        module.weight.main_grad = torch.zeros(16, 32, device=device)
+        module.fuse_wgrad_accumulation = True
+        module(x).sum().backward()
+        assert module.weight.grad is None
+        assert module.weight.main_grad.any()
+    module = layer(device, quantized=True, name="body")
+    for options in ({}, {"is_first_microbatch": False}):
+        with tejit.autocast(recipe=recipe):
+            if options:
+                module = layer(device, name="body")
+                module(x, is_first_microbatch=True)
+            module(x, **options)
+            assert module._ready is not None
+            module.half()
+            with pytest.raises(TypeError, match=r"bfloat16 and the weight torch.float16"):
+                module(x, **options)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_module_that_moves_away_leaves_nothing(device) -> None:
+    module, x = layer(device, quantized=True), input_of(device)
+    with tejit.autocast(recipe=CURRENT):
+        module(x)
+    data = weakref.ref(module.weight._data)
+    module.to("meta")
+    gc.collect()
+    assert data() is None
 
 
 @pytest.mark.parametrize("device", DEVICES)

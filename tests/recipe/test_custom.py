@@ -85,7 +85,7 @@ def test_state_belongs_to_the_instance_and_dies_with_it() -> None:
     assert first != CustomRecipe(as_current_scaling)
     reference = weakref.ref(second)
     del second, recipe
-    layer._forward_recipe = None
+    layer._forward_context = (None, None)
     gc.collect()
     assert reference() is None
     for twin in (copy.deepcopy(first), pickle.loads(pickle.dumps(first))):
