@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from tejit import compat
 from tejit.nn import products
@@ -28,25 +30,39 @@ class Late:
 
 
 class PutOff:
-    """A weight's gradient that is still to be computed, from operands that are held until then.
+    """A weight's gradient that is still to be added where it belongs.
+
+    Args:
+        weight: the parameter.
+        main_grad: what it goes into, or None.
+        accumulate: whether it is added to ``main_grad``, rather than overwriting it.
+        dtype: of the gradient without ``main_grad``.
+        wgrad: computes it in a dtype, from operands that it holds until then.
 
     ``backward`` is the number of the backward pass that put it off.
     """
 
-    def __init__(self, weight: Tensor, main_grad: Tensor | None, arguments: tuple[Any, ...]) -> None:
+    def __init__(
+        self,
+        weight: Tensor,
+        main_grad: Tensor | None,
+        accumulate: bool,
+        dtype: torch.dtype,
+        wgrad: Callable[[torch.dtype], Tensor],
+    ) -> None:
         self.weight = weight
         self.main_grad = main_grad
-        self.arguments = arguments
+        self.accumulate = accumulate
+        self.dtype = dtype
+        self.wgrad = wgrad
         self.backward = compat.backward_number()
 
     def compute(self) -> None:
         """Compute it and add it to ``main_grad`` or to ``weight.grad``."""
         with torch.no_grad():
-            plan, g_inner, x_inner, dtype, rows, columns = self.arguments
-            wanted = dtype if self.main_grad is None else self.main_grad.dtype
-            wgrad = products.wgrad(plan, g_inner, x_inner, wanted, rows, columns)
+            wgrad = self.wgrad(self.dtype if self.main_grad is None else self.main_grad.dtype)
             if self.main_grad is not None:
-                _add(self.main_grad, wgrad, plan.accumulate)
+                _add(self.main_grad, wgrad, self.accumulate)
                 mark(self.weight)
             elif self.weight.grad is None:
                 self.weight.grad = wgrad.to(self.weight.dtype)
@@ -103,16 +119,47 @@ def weight_gradient(
     elsewhere. A weight with the attribute ``grad_added_to_main_grad``, by which somebody waits for its hooks, gets a
     gradient whose values mean nothing (zeros where ``zero_out_wgrad`` is set on it)."""
     if late is not None and late.queue is not None:
-        late.queue.append(PutOff(late.weight, main_grad, (plan, g_inner, x_inner, dtype, rows, columns)))
+
+        def wgrad(wanted: torch.dtype) -> Tensor:
+            return products.wgrad(plan, g_inner, x_inner, wanted, rows, columns)
+
+        late.queue.append(PutOff(late.weight, main_grad, plan.accumulate, dtype, wgrad))
         return None
     if main_grad is None:
         return products.wgrad(plan, g_inner, x_inner, dtype, rows, columns)
     _add(main_grad, products.wgrad(plan, g_inner, x_inner, main_grad.dtype, rows, columns), plan.accumulate)
+    return _in_its_place(late, (rows, columns), dtype, main_grad.device)
+
+
+def sent(weight: Tensor, main_grad: Tensor | None, late: Late | None, accumulate: bool) -> Tensor:
+    """A weight for a product of torch's own, whose gradient goes where :func:`weight_gradient` would send it."""
+    return _Sent.apply(weight, main_grad, late, accumulate)
+
+
+class _Sent(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, main_grad: Tensor | None, late: Late | None, accumulate: bool) -> Tensor:
+        ctx.call = (main_grad, late, accumulate)
+        return weight.view_as(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        main_grad, late, accumulate = ctx.call
+        if late is not None and late.queue is not None:
+            late.queue.append(PutOff(late.weight, main_grad, accumulate, grad.dtype, grad.to))
+            return None, None, None, None
+        _add(main_grad, grad, accumulate)
+        return _in_its_place(late, tuple(grad.shape), grad.dtype, grad.device), None, None, None
+
+
+def _in_its_place(late: Late | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    """What autograd gets for a gradient that went into ``main_grad``."""
     if late is None or not hasattr(late.weight, "grad_added_to_main_grad"):
         return None
     mark(late.weight)
     make = torch.zeros if getattr(late.weight, "zero_out_wgrad", False) else torch.empty
-    return make((rows, columns), dtype=dtype, device=main_grad.device)
+    return make(shape, dtype=dtype, device=device)
 
 
 def _add(main_grad: Tensor, wgrad: Tensor, accumulate: bool) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tejit.nn import init, weights
+from tejit.nn import init
 from tejit.nn.grouped_function import quantized_grouped_linear
 from tejit.nn.module import QuantizedModule, checked_dtype
 from tejit.nn.normed_module import reset_linear
@@ -126,7 +126,8 @@ class GroupedLinear(QuantizedModule):
             parts = flat.split(splits)
             operands = [operand for pair in zip(parts, all_weights, strict=True) for operand in pair]
             self._calibrate(*operands, products=(None,) * self.num_gemms)
-            plain = [weights.values(weight) for weight in all_weights]
+            named = zip(all_weights, self._weights, strict=True)
+            plain = [self._plain(weight, is_first_microbatch, name) for weight, name in named]
             out = torch.cat([F.linear(*group) for group in zip(parts, plain, added, strict=True)])
         else:
             found, biases = [], []

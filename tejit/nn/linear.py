@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tejit.nn import init, ready, weights
+from tejit.nn import init, ready
 from tejit.nn.linear_function import quantized_linear
 from tejit.nn.module import QuantizedModule, checked_dtype
 
@@ -110,7 +110,7 @@ class Linear(QuantizedModule, nn.Linear):
         quantizers = self._quantizers()
         if quantizers is None:
             self._calibrate(x, self.weight)
-            out = F.linear(x, weights.values(self.weight), bias)
+            out = F.linear(x, self._plain(self.weight, is_first_microbatch), bias)
         else:
             x, weight, bias = self._operands(x, self.weight, bias)
             product = self._product(quantizers, weight, x.requires_grad, is_first_microbatch)

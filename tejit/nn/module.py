@@ -226,11 +226,7 @@ class QuantizedModule(Delayed, KeepsAttached, Named, nn.Module):
             given = self._cached(writing, state, weight, needs_dgrad, is_first_microbatch, parameter)
         main_grad, late, accumulate = None, None, True
         if needs_wgrad and (self.fuse_wgrad_accumulation or self.delay_wgrad_compute):
-            owner = getattr(self, parameter)
-            if self.fuse_wgrad_accumulation:
-                main_grad = gradients.main_grad_of(owner, parameter)
-                accumulate = gradients.accumulates(owner, is_first_microbatch)
-            late = self._late(owner, parameter)
+            main_grad, late, accumulate = self._destination(parameter, is_first_microbatch)
         plan = Plan(
             quantizers,
             needs_dgrad,
@@ -258,6 +254,25 @@ class QuantizedModule(Delayed, KeepsAttached, Named, nn.Module):
         names = tuple(weight._buffer_keywords())
         self._known_readings[parameter] = (quantizers, weight._quantizer, names, read, usages)
         return read, usages, inner
+
+    def _plain(self, weight: Any, is_first_microbatch: bool | None = None, parameter: str = "weight") -> Tensor:
+        """The parameter of this name for a product of torch's own, whose gradient goes where the module's switches
+        send it."""
+        values = weights.values(weight)
+        sends = self.fuse_wgrad_accumulation or self.delay_wgrad_compute
+        if not (sends and torch.is_grad_enabled() and values.requires_grad):
+            return values
+        return gradients.sent(values, *self._destination(parameter, is_first_microbatch))
+
+    def _destination(self, parameter: str, is_first: bool | None) -> tuple[Tensor | None, Late | None, bool]:
+        """Where a parameter's gradient goes: ``main_grad``, what backward does beside computing it, and whether it is
+        added to ``main_grad``."""
+        owner = getattr(self, parameter)
+        main_grad, accumulate = None, True
+        if self.fuse_wgrad_accumulation:
+            main_grad = gradients.main_grad_of(owner, parameter)
+            accumulate = gradients.accumulates(owner, is_first)
+        return main_grad, self._late(owner, parameter), accumulate
 
     def _late(self, owner: Any, parameter: str) -> Late | None:
         if torch.compiler.is_compiling():

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tejit.nn import init, weights
+from tejit.nn import init
 from tejit.nn.module import checked_dtype
 from tejit.nn.norm_linear_function import norm_linear
 from tejit.nn.normed_module import Init, NormedModule, reset_linear
@@ -107,7 +107,7 @@ class LayerNormLinear(NormedModule):
         if quantizers is None:
             y = self._plain_norm(x)
             self._calibrate(y, self.weight)
-            out = F.linear(y, weights.values(self.weight), bias)
+            out = F.linear(y, self._plain(self.weight, is_first_microbatch), bias)
         else:
             out, y = self._quantized(x, bias, quantizers, is_first_microbatch)
         more = ((self.bias,) if self.return_bias else ()) + ((y,) if self.return_layernorm_output else ())

@@ -146,9 +146,11 @@ class LayerNormMLP(NormedModule):
             if one is not None or two is not None:
                 return self._quantized(x, one, two, is_first)
         y = self._plain_norm(x)
-        h = _plain_activation(F.linear(y, weights.values(self.fc1_weight), self.fc1_bias), self.activation)
+        weight1 = self._plain(self.fc1_weight, is_first, "fc1_weight")
+        h = _plain_activation(F.linear(y, weight1, self.fc1_bias), self.activation)
         self._calibrate(y, self.fc1_weight, h, self.fc2_weight, products=("fc1", "fc2"))
-        out = F.linear(h, weights.values(self.fc2_weight), None if self.return_bias else self.fc2_bias)
+        weight2 = self._plain(self.fc2_weight, is_first, "fc2_weight")
+        out = F.linear(h, weight2, None if self.return_bias else self.fc2_bias)
         return out, y if self.return_layernorm_output else None
 
     def _quantized(

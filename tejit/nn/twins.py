@@ -34,7 +34,7 @@ class TransposedLinear(Linear):
         if quantizers is None:
             self._calibrate(x, self.weight.t())
             # The operation of Conv1D, so that the bits are its bits.
-            flat = torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), self.weight)
+            flat = torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), self._plain(self.weight, is_first_microbatch))
             return flat.reshape(*x.shape[:-1], self.out_features)
         x, weight, bias = self._operands(x, self.weight.t(), self.bias)
         return quantized_linear(x, self._product(quantizers, weight, x.requires_grad, is_first_microbatch), bias)
