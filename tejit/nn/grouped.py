@@ -130,6 +130,8 @@ class GroupedLinear(QuantizedModule):
             plain = [self._plain(weight, is_first_microbatch, name) for weight, name in named]
             out = torch.cat([F.linear(*group) for group in zip(parts, plain, added, strict=True)])
         else:
+            rooms = {name: (quantizers, weight) for name, weight in zip(self._weights, all_weights, strict=True)}
+            self._make_room(is_first_microbatch, rooms)
             found, biases = [], []
             for i, parameter in enumerate(self._weights):
                 flat, weight, bias = self._operands(flat, all_weights[i], added[i])

@@ -112,6 +112,7 @@ class Linear(QuantizedModule, nn.Linear):
             self._calibrate(x, self.weight)
             out = F.linear(x, self._plain(self.weight, is_first_microbatch), bias)
         else:
+            self._make_room(is_first_microbatch, {"weight": (quantizers, self.weight)})
             x, weight, bias = self._operands(x, self.weight, bias)
             product = self._product(quantizers, weight, x.requires_grad, is_first_microbatch)
             if not compiling:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -311,6 +311,21 @@ class QuantizedModule(Delayed, KeepsAttached, Named, nn.Module):
             self._put_off.popleft().compute()
 
     # -- the workspace ------------------------------------------------------------------------------------------
+    def _make_room(
+        self, is_first_microbatch: bool | None, products: Mapping[str, tuple[LinearQuantizers | None, Any]]
+    ) -> None:
+        """In a graph: the workspaces of a first microbatch, before anything reads a buffer of the module. Dynamo looks
+        once at which there are.
+
+        ``products``: by the name of each weight's parameter, the quantizers and what :meth:`_product` will be given.
+        """
+        if not (is_first_microbatch and torch.compiler.is_compiling()):
+            return
+        for parameter, (quantizers, weight) in products.items():
+            if quantizers is not None and not weights.is_quantized(weight):
+                both = torch.is_grad_enabled() and quantizers.backward_override is None
+                _allocate(self._key, parameter, _workspace_specs(quantizers, weight, both))
+
     def _cached(
         self, plan: Plan, state: State, weight: Tensor, needs_dgrad: bool, is_first: bool, parameter: str
     ) -> Inner:
@@ -337,13 +352,13 @@ class QuantizedModule(Delayed, KeepsAttached, Named, nn.Module):
                 " microbatch after each step, or None to quantize in each call"
             )
         multiple = quantizers.alignment
-        shape = tuple([size + -size % multiple for size in weight.shape])
-        specs = quantizer.inner_tensor_specs(shape, weight.device)
+        specs = _workspace_specs(quantizers, weight, both)
         if is_first:
-            _allocate(self._key, parameter, tuple([(name, *spec) for name, spec in specs.items()]))
+            _allocate(self._key, parameter, specs)
         metadata = quantizer.storage_metadata(weight.dtype)
         names = metadata["cls"]._keywords_of(metadata["nontensor_kwargs"])
-        buffers = tuple([f"{prefix}{name}" if name in specs else None for name in names])
+        made_of = [spec[0] for spec in specs]
+        buffers = tuple([f"{prefix}{name}" if name in made_of else None for name in names])
         inner = tuple([None if name is None else getattr(self, name) for name in buffers])
         if is_first:
             with torch.no_grad():
@@ -385,6 +400,13 @@ class QuantizedModule(Delayed, KeepsAttached, Named, nn.Module):
                 for attribute in [key for key in self.__dict__ if key.startswith(_WORKSPACE)]:
                     del self.__dict__[attribute]
         return self
+
+
+def _workspace_specs(quantizers: LinearQuantizers, weight: Tensor, both: bool) -> Any:
+    """``(attribute, shape, dtype)`` of each buffer of a quantized weight, columnwise ones too where ``both``."""
+    shape = tuple([size + -size % quantizers.alignment for size in weight.shape])
+    specs = quantizers.weight.needing(True, both).inner_tensor_specs(shape, weight.device)
+    return tuple([(name, *spec) for name, spec in specs.items()])
 
 
 @compat.constant_result

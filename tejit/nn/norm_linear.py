@@ -114,6 +114,7 @@ class LayerNormLinear(NormedModule):
         return (out, *more) if more else out
 
     def _quantized(self, x: Tensor, bias: Tensor | None, quantizers: LinearQuantizers, is_first: bool | None) -> Any:
+        self._make_room(is_first, {"weight": (quantizers, self.weight)})
         low, weight, bias = self._operands(x, self.weight, bias)
         product = self._product(quantizers, weight, self._norm_needs_grad(x), is_first)
         flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])

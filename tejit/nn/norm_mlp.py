@@ -156,6 +156,7 @@ class LayerNormMLP(NormedModule):
     def _quantized(
         self, x: Tensor, one: LinearQuantizers | None, two: LinearQuantizers | None, is_first: bool | None
     ) -> tuple[Tensor, Tensor | None]:
+        self._make_room(is_first, {"fc1_weight": (one, self.fc1_weight), "fc2_weight": (two, self.fc2_weight)})
         low, weight1, bias1 = self._operands(x, self.fc1_weight, self.fc1_bias, "hidden_size")
         weight2, bias2 = self._behind(low, self.fc2_weight, None if self.return_bias else self.fc2_bias)
         product1 = self._maybe_quantized(one, weight1, self._norm_needs_grad(x), is_first, "fc1_weight", 0)

@@ -36,6 +36,7 @@ class TransposedLinear(Linear):
             # The operation of Conv1D, so that the bits are its bits.
             flat = torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), self._plain(self.weight, is_first_microbatch))
             return flat.reshape(*x.shape[:-1], self.out_features)
+        self._make_room(is_first_microbatch, {"weight": (quantizers, self.weight.t())})
         x, weight, bias = self._operands(x, self.weight.t(), self.bias)
         return quantized_linear(x, self._product(quantizers, weight, x.requires_grad, is_first_microbatch), bias)
 

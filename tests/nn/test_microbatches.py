@@ -9,7 +9,7 @@ import torch
 import torch._dynamo.testing
 
 import tejit
-from tejit.recipe import Float8BlockScaling, Float8CurrentScaling
+from tejit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from tests.common import DEVICES, DTYPES, short
 from tests.nn.bounds import STATELESS
 from tests.nn.test_linear_bounds import made
@@ -347,3 +347,37 @@ def test_the_original_input_gives_the_same_gradients(name, device) -> None:
                 results.append(step(module, module, x, grad))
         assert_same(results[1], results[0])
     assert sum(t.dtype == torch.bfloat16 and t.shape == (19, 61) for t in saved) == 1
+
+
+# -- in a graph from the start ----------------------------------------------------------------------------------
+def experts() -> torch.nn.Module:
+    class Experts(tejit.GroupedLinear):
+        def forward(self, x, is_first_microbatch=None):
+            return super().forward(x, [3, x.shape[0] - 3], is_first_microbatch)
+
+    return Experts(2, 48, 32)
+
+
+@pytest.mark.parametrize("recipe", [Float8CurrentScaling(), DelayedScaling()], ids=["current", "delayed"])
+@pytest.mark.parametrize(
+    "make",
+    [lambda: tejit.Linear(48, 32), lambda: tejit.LayerNormLinear(48, 32), lambda: tejit.LayerNormMLP(48, 32), experts],
+)
+def test_the_first_microbatch_of_all_may_be_compiled(make, recipe) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    plain = make()
+    module = copy.deepcopy(plain)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    for number in range(3):
+        x = torch.randn(7, 48)
+        found = []
+        for owner, function in ((plain, plain), (module, compiled if number < 2 else module)):
+            owner.zero_grad()
+            given = x.clone().requires_grad_()
+            with tejit.autocast(recipe=recipe):
+                y = function(given, is_first_microbatch=number == 0)
+            y.square().sum().backward()
+            found.append({"y": y, "x": given.grad, **{name: p.grad for name, p in owner.named_parameters()}})
+        for name, value in found[0].items():
+            assert torch.equal(found[1][name], value), (number, name)
