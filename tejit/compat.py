@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch._library import opaque_object as _opaque
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import CheckpointFunction
 
 # Python 3.14 evaluates annotations when they are asked for, and can be asked not to.
@@ -113,10 +114,25 @@ def constant_result(function: F) -> F:
 
 def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     """``function.apply(*arguments)``, in eager code without what it does in Python for transforms of functions, a third
-    of its time. Under such a transform, which no graph and no ordinary call is, it is torch's own."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    of its time.
+
+    Raises ``NotImplementedError`` under such a transform, for which our functions have no rules.
+    """
+    if torch.compiler.is_compiling():
         return function.apply(*arguments)
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            "gradients of a module that quantizes cannot be taken inside torch.func (grad, vmap, jvp, ...): call"
+            " backward(), or leave this call out of tejit.autocast"
+        )
     return super(torch.autograd.Function, function).apply(*arguments)
+
+
+def has_tangent(*tensors: torch.Tensor | None) -> bool:
+    """Whether forward-mode differentiation is after one of these, in eager code."""
+    if forward_ad._current_level < 0:
+        return False
+    return any(tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
 
 
 def late_names(package: str, places: dict[str, str]) -> Callable[[str], Any]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from tejit import compat
 from tejit.formats import IdentityQuantizer
 from tejit.nn import gradients, products, weights
 from tejit.nn.gradients import Late
@@ -70,7 +71,7 @@ def quantized_grouped_linear(
     if not any_needs_grad(x, *all_weights, *biases):
         return _forward(x, splits, groups, all_weights, biases, given, state)[0]
     main_grads = [product.main_grad for product in found]
-    return _GroupedLinear.apply(x, splits, groups, *state, *all_weights, *biases, *main_grads, *given)
+    return compat.apply(_GroupedLinear, x, splits, groups, *state, *all_weights, *biases, *main_grads, *given)
 
 
 def _forward(

@@ -68,6 +68,7 @@ class Ready:
             and current_group() is None
             and not compat.autocast_enabled(self.device.type)
             and not compat.in_backward()
+            and not compat.has_tangent(x, weight, bias)
         )
 
     def _same_buffers(self, module: QuantizedModule, weight: Any) -> bool:
