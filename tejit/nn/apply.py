@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tejit.format_info import HIGH_PRECISION_DTYPES
@@ -41,8 +42,11 @@ class KeepsAttached:
         return self
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
-        make, arguments, state = self.__reduce_ex__(4)[:3]
-        twin = make(*arguments)
+        if is_parametrized(self):  # torch gave it a class of its own, which copies and does not pickle
+            twin, state = self.__new__(type(self)), super(type(self), self).__getstate__()
+        else:
+            make, arguments, state = self.__reduce_ex__(4)[:3]
+            twin = make(*arguments)
         memo[id(self)] = twin
         # torch forgets what is attached to a Parameter, and copies a plain tensor that refers to itself wrongly.
         tensors = [t for m in self.modules() for t in (*m._parameters.values(), *m._buffers.values())]

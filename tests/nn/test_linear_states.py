@@ -1,5 +1,7 @@
 """Linear under what surrounds it: checkpointing, deferred initialisation, hooks, torch.autocast, shapes."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -186,3 +188,28 @@ def test_frozen_parameters_get_nothing_and_the_rest_everything() -> None:
     with tejit.autocast():
         ours.bias.requires_grad_(False)
         assert not ours(torch.ones(4, 16)).requires_grad
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: tejit.Linear(32, 32), lambda: tejit.GroupedLinear(2, 32, 32), lambda: tejit.LayerNormMLP(32, 32)]
+)
+def test_parametrized_modules_train_and_copy(make) -> None:
+    """The parametrized weight is what torch computes; a deep copy has parameters of its own and the same values."""
+    torch.manual_seed(0)
+    module = make()
+    weight = next(name for name, p in module.named_parameters() if p.dim() == 2)
+    torch.nn.utils.parametrizations.weight_norm(module, weight)
+    twin, x = copy.deepcopy(module), torch.randn(8, 32)
+    found = []
+    for m in (module, twin):
+        with tejit.autocast():
+            y = m(x, [3, 5]) if isinstance(m, tejit.GroupedLinear) else m(x)
+        y.square().sum().backward()
+        found.append([y, *[p.grad for p in m.parameters()]])
+    for mine, others in zip(*found, strict=True):
+        assert torch.equal(mine, others)
+    assert not {id(p) for p in module.parameters()} & {id(p) for p in twin.parameters()}
+    with torch.no_grad():
+        for p in twin.parameters():
+            p.zero_()
+    assert all(p.any() for name, p in module.named_parameters() if "bias" not in name)
