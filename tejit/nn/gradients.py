@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tejit import compat
-from tejit.nn import products
-from tejit.nn.products import Plan
+from tejit.nn import products, weights
+from tejit.nn.products import Plan, State
 from tejit.tensor.quantizer import Inner
 
 
@@ -129,6 +129,32 @@ def weight_gradient(
         return products.wgrad(plan, g_inner, x_inner, dtype, rows, columns)
     _add(main_grad, products.wgrad(plan, g_inner, x_inner, main_grad.dtype, rows, columns), plan.accumulate)
     return _in_its_place(late, (rows, columns), dtype, main_grad.device)
+
+
+def product_gradients(
+    plan: Plan,
+    main_grad: Tensor | None,
+    late: Late | None,
+    state: State,
+    grad_output: Tensor,
+    kept_x: Inner,
+    kept_w: Inner,
+    features: int,
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of a product's input, ``(rows, features)`` in ``dtype``, and weight, as far as they are needed."""
+    rows, columns = grad_output.shape
+    dgrad = wgrad = None
+    if plan.needs_dgrad or plan.needs_wgrad:
+        inner = products.grad_inner(plan, grad_output, state)
+        if plan.needs_dgrad:
+            w_inner = weights.for_dgrad(plan, kept_w, columns, features, dtype)
+            dgrad = products.dgrad(plan, inner, w_inner, dtype, rows, features)
+        if plan.needs_wgrad:
+            x_inner = products.input_for_wgrad(plan, kept_x, rows, features, dtype)
+            wgrad = weight_gradient(plan, main_grad, late, inner, x_inner, weight_dtype, columns, features)
+    return dgrad, wgrad
 
 
 def sent(weight: Tensor, main_grad: Tensor | None, late: Late | None, accumulate: bool) -> Tensor:

@@ -82,18 +82,10 @@ class _Linear(torch.autograd.Function):
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
         saved = ctx.saved_tensors
         kept_x, kept_w = saved[:x_buffers], saved[x_buffers:]
-        (rows, columns), features = grad_output.shape, ctx.features
-        dgrad = wgrad = bias_grad = None
-        if plan.needs_dgrad or plan.needs_wgrad:
-            inner = products.grad_inner(plan, grad_output, ctx.state)
-            if plan.needs_dgrad:
-                w_inner = weights.for_dgrad(plan, kept_w, columns, features, x_dtype)
-                dgrad = products.dgrad(plan, inner, w_inner, x_dtype, rows, features)
-            if plan.needs_wgrad:
-                x_inner = products.input_for_wgrad(plan, kept_x, rows, features, x_dtype)
-                wgrad = gradients.weight_gradient(
-                    plan, main_grad, late, inner, x_inner, weight_dtype, columns, features
-                )
+        dgrad, wgrad = gradients.product_gradients(
+            plan, main_grad, late, ctx.state, grad_output, kept_x, kept_w, ctx.features, x_dtype, weight_dtype
+        )
+        bias_grad = None
         if bias_dtype is not None and ctx.needs_input_grad[2]:
             bias_grad = grad_output.sum(0).to(bias_dtype)
         return (dgrad, wgrad, bias_grad, None, None, None, *products.state_grads(ctx.state), *[None] * given)

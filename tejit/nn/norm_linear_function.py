@@ -134,7 +134,7 @@ class _NormLinear(torch.autograd.Function):
         if bias_dtype is not None and ctx.needs_input_grad[4]:
             bias_grad = grad_output.sum(0).to(bias_dtype)
         dtypes = (ctx.norm.dtype, ctx.dtypes[2])
-        dgrad, wgrad = product_gradients(
+        dgrad, wgrad = gradients.product_gradients(
             plan, ctx.main_grad, ctx.late, ctx.state, grad_output, kept_y, kept_w, ctx.columns, *dtypes
         )
         dx = norm_wgrad = norm_bias_grad = None
@@ -162,32 +162,6 @@ def quantized_norm(x: Tensor, weight: Tensor, bias: Tensor | None, norm: NormPla
     else:
         inner, mean, rstd = fused.normed(*arguments, quantizer, multiple, norm.dtype, plan, state)
     return Normed(inner, y if norm.returned else None, products.kept_input(plan, low, inner), (rstd, mean))
-
-
-def product_gradients(
-    plan: Plan,
-    main_grad: Tensor | None,
-    late: Late | None,
-    state: State,
-    grad_output: Tensor,
-    kept_x: Inner,
-    kept_w: Inner,
-    features: int,
-    dtype: torch.dtype,
-    weight_dtype: torch.dtype,
-) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of a product's input, ``(rows, features)`` in ``dtype``, and weight, as far as they are needed."""
-    rows, columns = grad_output.shape
-    dgrad = wgrad = None
-    if plan.needs_dgrad or plan.needs_wgrad:
-        inner = products.grad_inner(plan, grad_output, state)
-        if plan.needs_dgrad:
-            w_inner = weights.for_dgrad(plan, kept_w, columns, features, dtype)
-            dgrad = products.dgrad(plan, inner, w_inner, dtype, rows, features)
-        if plan.needs_wgrad:
-            x_inner = products.input_for_wgrad(plan, kept_x, rows, features, dtype)
-            wgrad = gradients.weight_gradient(plan, main_grad, late, inner, x_inner, weight_dtype, columns, features)
-    return dgrad, wgrad
 
 
 def norm_gradients(

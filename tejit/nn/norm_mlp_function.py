@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tejit import compat
-from tejit.nn import fused, products, weights
+from tejit.nn import fused, gradients, products, weights
 from tejit.nn.gradients import Late
 from tejit.nn.module import Product
-from tejit.nn.norm_linear_function import NormPlan, any_needs_grad, norm_gradients, product_gradients, quantized_norm
+from tejit.nn.norm_linear_function import NormPlan, any_needs_grad, norm_gradients, quantized_norm
 from tejit.nn.products import NO_STATE, Plan, State
 from tejit.tensor.quantizer import Inner
 
@@ -146,12 +146,12 @@ class _NormMLP(torch.autograd.Function):
         dx = norm_wgrad = norm_bias_grad = wgrad1 = bias_grad1 = bias_grad2 = None
         if b2_dtype is not None and ctx.needs_input_grad[6]:
             bias_grad2 = grad_output.sum(0).to(b2_dtype)
-        dgrad, wgrad2 = product_gradients(*product2, grad_output, kept_a, kept_w2, ffn, dtype, w2_dtype)
+        dgrad, wgrad2 = gradients.product_gradients(*product2, grad_output, kept_a, kept_w2, ffn, dtype, w2_dtype)
         if dgrad is not None:
             dh = fused.activate_backward(dgrad, kept_h[0], ctx.activation)
             if b1_dtype is not None and ctx.needs_input_grad[4]:
                 bias_grad1 = dh.sum(0).to(b1_dtype)
-            dgrad, wgrad1 = product_gradients(*product1, dh, kept_y, kept_w1, features, dtype, w1_dtype)
+            dgrad, wgrad1 = gradients.product_gradients(*product1, dh, kept_y, kept_w1, features, dtype, w1_dtype)
             if dgrad is not None:
                 dx, norm_wgrad, norm_bias_grad = norm_gradients(dgrad, grad_norm, kept_x, ctx.norm, ctx.dtypes)
         found = (dx, norm_wgrad, norm_bias_grad, wgrad1, bias_grad1, wgrad2, bias_grad2)
