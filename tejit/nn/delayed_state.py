@@ -94,8 +94,23 @@ class Delayed(nn.Module):
                 self._buffers[name] = longer
 
     # -- use ----------------------------------------------------------------------------------------------------
-    def _delayed_state(self, rule: DelayedRule | None) -> tuple[State, DelayedState | None]:
-        """What a forward needs: the tensors for its autograd function, and whom an eager backward tells.
+    def _settle(self, device: torch.device) -> None:
+        """Have the state where the parameters are. They may have come by themselves, assigned to a module that was
+        built elsewhere: from the meta device the state then comes fresh."""
+        if self._delayed_scale.device == device:
+            return
+        with torch.inference_mode(False):
+            fresh = _fresh(self._products, self._delayed_amax_history.shape[0], device)
+            for name, value in fresh.items():
+                old = self._buffers[name]
+                assert old is not None
+                new = value if old.is_meta else old.to(device)
+                carry(old, new)
+                self._buffers[name] = new
+        self._delayed.move(device)
+
+    def _delayed_state(self, rule: DelayedRule | None, device: torch.device) -> tuple[State, DelayedState | None]:
+        """What a forward on ``device`` needs: the tensors for its autograd function, and whom an eager backward tells.
 
         Empty where ``rule`` is None. Notes that the module ran, where gradients are enabled; where they are not, amax
         is collected in a tensor that is thrown away.
@@ -104,6 +119,7 @@ class Delayed(nn.Module):
         """
         if rule is None:
             return NO_STATE, None
+        self._settle(device)
         self._require_rows(rule)
         state = self._delayed
         compiling = torch.compiler.is_compiling()
@@ -155,6 +171,7 @@ class Delayed(nn.Module):
             quantizers = recipe.for_linear(name, product, self._module_type)
             if quantizers is None or quantizers.delayed is None:
                 continue
+            self._settle(operands[0].device)
             self._require_rows(quantizers.delayed)
             self._note_forward(quantizers.delayed)
             with torch.no_grad():

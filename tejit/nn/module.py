@@ -201,7 +201,7 @@ class QuantizedModule(Delayed, KeepsAttached, Named, nn.Module):
                 "save_original_input=True and delayed scaling do not go together: by the time of backward the scale may"
                 " be another one"
             )
-        state, delayed = self._delayed_state(quantizers.delayed)
+        state, delayed = self._delayed_state(quantizers.delayed, weight.device)
         if not (needs_dgrad or needs_wgrad):
             state = state._replace(anchor=None)  # it would make the output require a gradient
         group = current_group()
@@ -283,6 +283,12 @@ class QuantizedModule(Delayed, KeepsAttached, Named, nn.Module):
             late = self._put_off.popleft()
             late.compute()
             done.add(id(late.weight))
+
+    def _settle(self, device: torch.device) -> None:
+        if torch.compiler.is_compiling():
+            _settle(self._key, device)
+        else:
+            super()._settle(device)
 
     # -- the workspace ------------------------------------------------------------------------------------------
     def _cached(
@@ -375,6 +381,12 @@ def _allocate(key: str, parameter: str, specs: tuple[tuple[str, tuple[int, ...],
             if hasattr(module, name):
                 delattr(module, name)
             module.register_buffer(name, torch.zeros(shape, dtype=dtype, device=device), persistent=False)
+
+
+@compat.constant_result
+def _settle(key: str, device: torch.device) -> None:
+    """``Delayed._settle`` of a module, while tracing: before the graph looks at the buffers."""
+    Delayed._settle(_modules[key], device)
 
 
 @compat.constant_result

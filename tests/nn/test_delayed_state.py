@@ -158,6 +158,51 @@ def test_a_plain_dict_gives_a_module_on_meta_fresh_state() -> None:
         assert_same(state(empty), state(module))
 
 
+MODULES = {
+    "Linear": lambda **how: tejit.Linear(32, 48, **how),
+    "LayerNormLinear": lambda **how: tejit.LayerNormLinear(32, 48, **how),
+    "LayerNormMLP": lambda **how: tejit.LayerNormMLP(32, 48, **how),
+    "GroupedLinear": lambda **how: tejit.GroupedLinear(3, 32, 48, **how),
+}
+
+
+@pytest.mark.parametrize(
+    ("first", "kind"),
+    [(first, kind) for first in ("a step", "calibrating", "evaluation") for kind in MODULES]
+    + [pytest.param("compiled", kind, marks=[] if kind == "Linear" else pytest.mark.full) for kind in MODULES],
+)
+def test_parameters_assigned_one_by_one_to_a_module_on_meta(first, kind) -> None:
+    """As loaders of large models do; the state follows the parameters. Oracle: the module built in place."""
+    torch._dynamo.reset()
+    module, empty = MODULES[kind](), MODULES[kind](device="meta")
+    for name, parameter in module.named_parameters():
+        setattr(empty, name, nn.Parameter(parameter.detach().clone()))
+    splits = ([2, 0, 3],) if kind == "GroupedLinear" else ()
+
+    def step(layer, run, number):
+        x = torch.randn(5, 32, generator=torch.Generator().manual_seed(number)) * (number + 1)
+        with tejit.autocast(recipe=RECIPE):
+            y = run(x, *splits)
+        y.square().sum().backward()
+        return y
+
+    for number in range(3):
+        if number == 0 and first == "calibrating":
+            for layer in (module, empty):
+                with tejit.autocast(enabled=False, recipe=RECIPE, calibrating=True):
+                    layer(torch.ones(5, 32), *splits)
+        if number == 0 and first == "evaluation":
+            for layer in (module, empty):
+                with torch.inference_mode(), tejit.autocast(recipe=RECIPE):
+                    layer(torch.ones(5, 32), *splits)
+        run = torch.compile(empty, backend="aot_eager", fullgraph=True) if first == "compiled" else empty
+        got, want = step(empty, run, number), step(module, module, number)
+        assert torch.equal(got, want)
+        assert_same(state(empty), state(module))
+    for (name, got), want in zip(empty.named_parameters(), module.parameters(), strict=True):
+        assert torch.equal(got.grad, want.grad), name
+
+
 def test_histories_of_other_lengths() -> None:
     long = DelayedScaling(amax_history_len=1500)
     module = layers()
