@@ -135,7 +135,7 @@ def _quantize(root: nn.Module, recipe: Recipe, filter_fn: Filter | None) -> None
             init.quantize_parameters(
                 module,
                 {
-                    each.parameter: (module.name, each.product) if each.product else module.name
+                    each.parameter: (module.name, each.product, module._module_type)
                     for each in twins.linear_products(module)
                     if each.parameter not in done
                 },

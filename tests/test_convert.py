@@ -13,7 +13,14 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import tejit
-from tejit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
+from tejit.recipe import (
+    CustomRecipe,
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
 from tejit.recipe.gain import smallest_square, too_small_to_gain
 from tests.common import DEVICES, DTYPES, short
 
@@ -428,6 +435,44 @@ def test_quantized_weights_are_the_bytes_the_recipe_makes_in_each_call(name) -> 
     assert type(lives[0].weight) is nn.Parameter
     assert torch.equal(lives[0].weight, values)
     assert lives[0].weight.main_grad is plain_weight.main_grad
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_the_weights_of_groups_become_quantized_too(name) -> None:
+    """Oracle: the same module, whose weights are quantized in each call. The groups are told what they are."""
+    recipe, cls = QUANTIZED[name]
+    torch.manual_seed(0)
+    each_call = nn.Sequential(tejit.GroupedLinear(3, 64, 128))
+    lives, roles = copy.deepcopy(each_call), []
+    tejit.convert(lives, recipe=recipe, quantize_params=True)
+    assert [type(lives[0]._parameters[f"weight{i}"]) for i in range(3)] == [cls] * 3
+    assert lives[0].name == "0"
+    x = torch.randn(32, 64)
+    found = []
+    for module in (each_call, lives):
+        given = x.clone().requires_grad_()
+        torch.manual_seed(1)
+        with tejit.autocast(recipe=recipe):
+            y = module[0](given, [5, 0, 27])
+        y.square().sum().backward()
+        found.append([y, given.grad, *[p.grad for p in module.parameters()]])
+    for want, got in zip(*found, strict=True):
+        assert torch.equal(got, want)
+
+    def qfactory(role):
+        roles.append((role.module_type, role.tensor_type, role.name))
+        return tejit.MXFP8Quantizer()
+
+    kept = copy.deepcopy(each_call)
+    tejit.convert(kept, recipe=recipe_with(None), quantize_params=True)
+    assert type(kept[0].weight0) is nn.Parameter
+    tejit.convert(kept, recipe=CustomRecipe(qfactory), quantize_params=True)
+    assert type(kept[0].weight0) is tejit.MXFP8Tensor
+    assert set(roles) == {("grouped_linear", tensor, "0") for tensor in ("input", "weight", "grad_output")}
+
+
+def recipe_with(other) -> MXFP8BlockScaling:
+    return MXFP8BlockScaling(overrides=(("0", other),))
 
 
 def test_quantized_weights_stay_tied_on_the_way_there_and_back() -> None:

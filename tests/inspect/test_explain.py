@@ -165,6 +165,39 @@ def test_modules_with_several_products_are_told_by_product() -> None:
     assert modules["mlp.fc1"] == "LayerNormMLP 1024 -> 2048"
 
 
+@pytest.mark.parametrize(("recipe", "fprop", "dgrad", "wgrad"), FORMATS, ids=[type(f[0]).__name__ for f in FORMATS])
+def test_groups_are_told_as_one(recipe, fprop, dgrad, wgrad) -> None:
+    model = nn.ModuleDict({"experts": tejit.GroupedLinear(3, 1024, 2048)})
+    model.forward = lambda x: model["experts"](x, [1, 0, 3])
+    tejit.name_modules(model)
+    explanation = tejit.explain(model, torch.randn(4, 1024), recipe=recipe)
+    assert {p.module for p in explanation.products} == {"GroupedLinear 3 x 1024 -> 2048"}
+    found = rows(explanation, "experts")
+    assert [operands for operands, *_ in found.values()] == [fprop, dgrad, wgrad]
+    assert [runs for _, runs, _ in found.values()] == ["emulated", "not run", "emulated"]
+    for weight in ("weight0", "weight1"):  # the last one trains
+        getattr(model["experts"], weight).requires_grad_(False)
+    assert rows(tejit.explain(model, torch.randn(4, 1024), recipe=recipe), "experts") == found
+    model["experts"].requires_grad_(False)
+    frozen = rows(tejit.explain(model, torch.randn(4, 1024), recipe=recipe), "experts")
+    assert frozen["wgrad"][1:] == ("not run", "the weight needs no gradient")
+
+
+def test_groups_are_told_as_the_recipe_has_them() -> None:
+    model = nn.ModuleDict({"experts": tejit.GroupedLinear(2, 1024, 1024)})
+    model.forward = lambda x: model["experts"](x, [1, 3])
+    tejit.name_modules(model)
+    x = torch.randn(4, 1024)
+
+    def qfactory(role):
+        return tejit.MXFP8Quantizer() if role.module_type == "grouped_linear" else None
+
+    found = rows(tejit.explain(model, x, recipe=recipes.CustomRecipe(qfactory)), "experts")
+    assert found["fprop"][0] == "MXFP8 E4M3 x MXFP8 E4M3"
+    off = rows(tejit.explain(model, x, recipe=Float8CurrentScaling(overrides=(("exp*", None),))), "experts")
+    assert off == {"fprop, dgrad, wgrad": ("float32", "high precision", "override 'exp*'")}
+
+
 @pytest.mark.parametrize("override", ["high_precision", "dequantized"])
 def test_a_backward_in_high_precision_is_told(override) -> None:
     x = torch.randn(4, 1024, requires_grad=True)
