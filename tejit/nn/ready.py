@@ -30,9 +30,18 @@ class Ready:
     Of tensors it holds only what the module holds too.
     """
 
-    __slots__ = ("backend", "bias", "columns", "device", "dtype", "first", "needs", "product", "recipe")
+    __slots__ = ("asked", "backend", "bias", "columns", "device", "dtype", "first", "needs", "product", "recipe")
 
-    def __init__(self, recipe: Recipe, product: Product, x: Tensor, bias: Tensor | None, first: bool | None) -> None:
+    def __init__(
+        self,
+        module: QuantizedModule,
+        recipe: Recipe,
+        product: Product,
+        x: Tensor,
+        bias: Tensor | None,
+        first: bool | None,
+    ) -> None:
+        self.asked = _asked(module)
         self.recipe, self.product, self.bias, self.first = recipe, product, bias, first
         self.device, self.dtype, self.columns = x.device, x.dtype, x.shape[-1]
         self.needs = (torch.is_grad_enabled(), x.requires_grad, product.weight.requires_grad)
@@ -45,6 +54,7 @@ class Ready:
             and weight is self.product.weight
             and bias is self.bias
             and first is self.first
+            and _asked(module) == self.asked
             and x.dim() > 0
             and x.shape[-1] == self.columns
             and x.dtype is self.dtype
@@ -70,6 +80,11 @@ class Ready:
         return found[0] is given[0] and found[1] is given[1] and found[2] is given[2]
 
 
+def _asked(module: QuantizedModule) -> tuple[Any, ...]:
+    """What a module's attributes say about its calls; somebody may change them between two."""
+    return module.name, module.save_original_input, module.fuse_wgrad_accumulation, module.delay_wgrad_compute
+
+
 def of_call(
     module: QuantizedModule, product: Product, x: Tensor, bias: Tensor | None, first: bool | None
 ) -> Ready | None:
@@ -90,7 +105,7 @@ def of_call(
     forward = _forward(plan, product.given, x, product.weight, bias) if plain else None
     if recipe is None or forward is None:
         return None
-    return Ready(recipe, product._replace(plan=plan._replace(forward=forward)), x, bias, first)
+    return Ready(module, recipe, product._replace(plan=plan._replace(forward=forward)), x, bias, first)
 
 
 def _forward(plan: Plan, given: Inner, x: Tensor, weight: Tensor, bias: Tensor | None) -> Forward | None:
