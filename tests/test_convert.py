@@ -500,6 +500,32 @@ def test_quantized_weights_stay_tied_on_the_way_there_and_back() -> None:
     assert head.weight is embedding.weight
 
 
+def test_a_tied_weight_for_which_the_recipe_has_two_formats_stays() -> None:
+    """Quantized in one of them, the other layer could not read it."""
+    root = nn.ModuleDict({name: nn.Linear(64, 64) for name in ("a", "b", "c")})
+    root["b"].weight = root["a"].weight
+    recipe = Float8CurrentScaling(overrides=(("a", MXFP8BlockScaling()),))
+    with pytest.warns(UserWarning, match=r"left 2 weights in high precision: a, b \(it is tied to one"):
+        tejit.convert(root, recipe=recipe, filter_fn=everything, quantize_params=True)
+    assert root["b"].weight is root["a"].weight
+    assert [type(root[name].weight) for name in root] == [nn.Parameter, nn.Parameter, tejit.Float8Tensor]
+    x = torch.randn(8, 64)
+    with tejit.autocast(recipe=recipe):
+        y = root["c"](root["b"](root["a"](x)))
+    with tejit.autocast(recipe=MXFP8BlockScaling()):
+        want = root["a"](x)
+    with tejit.autocast(recipe=Float8CurrentScaling()):
+        want = root["c"](root["b"](want))
+    assert torch.equal(y, want)
+    # Delayed scaling has the bytes of current scaling, and high precision reads any.
+    recipe = Float8CurrentScaling(overrides=(("a", None), ("b", DelayedScaling())))
+    tejit.convert(root, recipe=recipe, quantize_params=True)
+    assert type(root["a"].weight) is tejit.Float8Tensor
+    assert root["b"].weight is root["a"].weight
+    with tejit.autocast(recipe=recipe):
+        assert root["c"](root["b"](root["a"](x))).isfinite().all()
+
+
 @pytest.mark.parametrize("history", [16, 2048])
 def test_delayed_scaling_is_prepared_by_the_recipe(history) -> None:
     """State-dict keys from the start, room for a long history, and the losses of a model built under the recipe."""
