@@ -181,24 +181,29 @@ class Delayed(nn.Module):
 
     # -- moving, copying ----------------------------------------------------------------------------------------
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        names = (*STORED, PREVIOUS)
-        before = {name: self._buffers[name] for name in names if name in self._buffers}
-        result = super()._apply(fn, recurse)
-        for name, old in before.items():
-            new = self._buffers[name]
-            assert old is not None
-            assert new is not None
-            if old.is_meta and not new.is_meta:
-                new = _fresh(self._products, old.shape[0], new.device)[name]
-            elif new.dtype != old.dtype:
-                new = old.to(new.device)
-            now = self._buffers[name]
-            if new is not now and new is not old:
-                carry(now, new)
-            self._buffers[name] = new
-        if before and self._delayed.anchor.device != self._delayed_scale.device:
-            self._delayed.move(self._delayed_scale.device)
-        return result
+        before = {name: self._buffers[name] for name in (*STORED, PREVIOUS) if name in self._buffers}
+        try:
+            return super()._apply(fn, recurse)
+        finally:  # what was converted before a failure too
+            for name, old in before.items():
+                now = self._buffers[name]
+                assert old is not None
+                assert now is not None
+                if now is not old:
+                    self._buffers[name] = self._converted_state(name, old, now)
+            if before and self._delayed.anchor.device != self._delayed_scale.device:
+                self._delayed.move(self._delayed_scale.device)
+
+    def _converted_state(self, name: str, old: Tensor, now: Tensor) -> Tensor:
+        """A buffer after a conversion, which counts for where it is: dtype and values stay, also where ``to_empty``
+        leaves memory as it is found."""
+        if now.is_meta:
+            return now if now.dtype == old.dtype else _carried(now, old.to(now.device))
+        if old.is_meta:
+            return _carried(now, _fresh(self._products, old.shape[0], now.device)[name])
+        if now.dtype == old.dtype:
+            return now.copy_(old)
+        return _carried(now, old.to(now.device, copy=True))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -270,6 +275,12 @@ class Delayed(nn.Module):
         else:
             with torch.no_grad():
                 mine.copy_(value)
+
+
+def _carried(old: Tensor, new: Tensor) -> Tensor:
+    """``new``, with what is attached to ``old``."""
+    carry(old, new)
+    return new
 
 
 def _fresh(products: int, rows: int, device: torch.device) -> dict[str, Tensor]:

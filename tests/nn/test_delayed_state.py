@@ -269,6 +269,40 @@ def test_the_state_stays_float32_and_keeps_its_bits(how, device) -> None:
     assert_same(state(module), before)
 
 
+def test_the_state_keeps_its_bits_where_a_conversion_fails_half_way() -> None:
+    """Oracle: the state before; and the run of a module that was not touched."""
+    module, twin = layers(), layers()
+    train(module, range(2))
+    train(twin, range(2))
+    module[0].register_buffer("late", torch.zeros(1))
+    module.zero_grad()
+
+    def fails(tensor):
+        if tensor is module[0].late:
+            raise RuntimeError("on purpose")
+        return tensor.half() if tensor is not module[0].weight and tensor is not module[0].bias else tensor
+
+    with pytest.raises(RuntimeError, match="on purpose"):
+        module._apply(fails)
+    assert_same(state(module), state(twin))
+    assert train(module, range(2, 4)) == train(twin, range(2, 4))
+
+
+def test_the_state_is_not_left_to_chance_by_to_empty(monkeypatch) -> None:
+    """Of a module that has memory: parameters are to be initialised again, and no user knows of the state."""
+    module = layers()
+    train(module, range(2))
+    before = state(module)
+    module[0]._delayed_scale.tag = "kept"
+    like = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda *args, **how: like(*args, **how).fill_(float("nan")))
+    module.to_empty(device="cpu")
+    assert module[0].weight.isnan().all()
+    assert_same(state(module), before)
+    assert not module[0]._delayed_previous_scale.isnan().any()
+    assert module[0]._delayed_scale.tag == "kept"
+
+
 @pytest.mark.gpu
 def test_the_state_moves() -> None:
     module, twin = layers(), layers("cuda")
