@@ -135,6 +135,9 @@ def _quantize(root: nn.Module, recipe: Recipe, filter_fn: Filter | None) -> None
         before = dict(module._parameters)
         if any(id(parameter) in torn for parameter in before.values()):
             kept[name] = "it is tied to one for which the recipe has another format"
+        linear = twins.linear_products(module)
+        if any(each.parameter not in before for each in linear):
+            kept[name] = "it is no parameter: a hook makes it, or it is a buffer"
         done = {parameter: became[id(old)][1] for parameter, old in before.items() if id(old) in became}
         module._parameters.update(done)
         with quantized_model_init(recipe=recipe, preserve_high_precision_init_val=preserve):
@@ -142,8 +145,10 @@ def _quantize(root: nn.Module, recipe: Recipe, filter_fn: Filter | None) -> None
                 module,
                 {
                     each.parameter: (module.name, each.product, module._module_type)
-                    for each in twins.linear_products(module)
-                    if each.parameter not in done and id(before[each.parameter]) not in torn
+                    for each in linear
+                    if each.parameter in before
+                    and each.parameter not in done
+                    and id(before[each.parameter]) not in torn
                 },
             )
         became |= {
@@ -165,7 +170,7 @@ def _of_several_formats(modules: list[QuantizedModule], recipe: Recipe) -> set[i
             if quantizers is not None:
                 quantizer = init.weight_quantizer(module, quantizers, each.parameter)
                 if quantizer is not None:
-                    formats.setdefault(id(module._parameters[each.parameter]), set()).add(quantizer)
+                    formats.setdefault(id(getattr(module, each.parameter)), set()).add(quantizer)
     return {key for key, found in formats.items() if len(found) > 1}
 
 

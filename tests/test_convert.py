@@ -9,6 +9,7 @@ import weakref
 import pytest
 import torch
 import torch._dynamo.testing
+import torch.nn.utils.prune
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -498,6 +499,18 @@ def test_quantized_weights_stay_tied_on_the_way_there_and_back() -> None:
     assert type(first.weight) is nn.Parameter
     assert first.weight is second.weight
     assert head.weight is embedding.weight
+
+
+def test_a_weight_that_a_hook_makes_is_quantized_in_each_call_and_named() -> None:
+    root = nn.Sequential(nn.Linear(64, 64))
+    nn.utils.prune.l1_unstructured(root[0], "weight", 0.5)
+    twin, x = nn.Sequential(nn.Linear(64, 64)), torch.randn(8, 64)
+    twin[0].weight, twin[0].bias = nn.Parameter(root[0].weight.detach()), root[0].bias
+    with pytest.warns(UserWarning, match="left 1 weights in high precision: 0 .it is no parameter"):
+        tejit.convert(root, filter_fn=everything, quantize_params=True)
+    tejit.convert(twin, filter_fn=everything)
+    with tejit.autocast():
+        assert torch.equal(root(x), twin(x))
 
 
 def test_a_tied_weight_for_which_the_recipe_has_two_formats_stays() -> None:

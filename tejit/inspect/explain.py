@@ -193,7 +193,7 @@ def _products(name: str, layer: nn.Module, calls: list[_Call], recipe: Recipe) -
             notes = [*filter(None, [reason, too_small_to_gain(quantizers, *each.sizes)])]
             # Behind a norm or another product the gradient of the input is needed for their parameters as well.
             needs_grad = call.input_needs_grad or any(p is not None and p.requires_grad for p in before)
-            matrices = [layer._parameters[one.parameter] for one in (each, *others)]
+            matrices = [getattr(layer, one.parameter) for one in (each, *others)]
             before.extend(matrices)
             # Of several groups, one that trains stands for all.
             weight = next((matrix for matrix in matrices if matrix.requires_grad), matrices[0])

@@ -131,7 +131,8 @@ class LinearProduct(NamedTuple):
     Attributes:
         product: its name inside of a module that has several, else None (``Recipe.for_linear``); the groups of a
             ``GroupedLinear`` are products of one name.
-        parameter: the name of its weight.
+        parameter: the name of its weight: a parameter, or a tensor that a hook makes of other parameters before each
+            forward (pruning, ``torch.nn.utils.weight_norm``).
         sizes: ``(in_features, out_features)``.
     """
 
@@ -143,9 +144,9 @@ class LinearProduct(NamedTuple):
 def linear_products(module: QuantizedModule) -> list[LinearProduct]:
     """The linear products of one of tejit's modules; empty for modules that leave them to modules below."""
     found = []
-    for parameter, weight in module._parameters.items():
+    for parameter, weight in (module._parameters | module._buffers | vars(module)).items():
         is_weight = _WEIGHT.fullmatch(parameter)
-        if is_weight and weight is not None and weight.dim() == 2:
+        if is_weight and isinstance(weight, Tensor) and weight.dim() == 2:
             rows, columns = weight.shape
             sizes = linear_sizes(module) or (columns, rows)
             found.append(LinearProduct(is_weight[1], parameter, sizes))

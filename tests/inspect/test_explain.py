@@ -8,6 +8,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+import torch.nn.utils.prune
 from torch import nn
 
 import tejit
@@ -181,6 +182,24 @@ def test_groups_are_told_as_one(recipe, fprop, dgrad, wgrad) -> None:
     model["experts"].requires_grad_(False)
     frozen = rows(tejit.explain(model, torch.randn(4, 1024), recipe=recipe), "experts")
     assert frozen["wgrad"][1:] == ("not run", "the weight needs no gradient")
+
+
+@pytest.mark.parametrize("how", ["pruned", "weight_norm", "spectral_norm", "a buffer"])
+def test_weights_that_are_no_parameters_are_told_too(how) -> None:
+    model = nn.Sequential(linear())
+    if how == "pruned":
+        nn.utils.prune.l1_unstructured(model[0], "weight", 0.5)
+    elif how == "a buffer":
+        values = model[0].weight.detach()
+        del model[0].weight
+        model[0].register_buffer("weight", values)
+    else:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            getattr(nn.utils, how)(model[0])
+    found = rows(tejit.explain(model, torch.randn(4, 1024)), "0")
+    assert found["fprop"][:2] == ("FP8 E4M3 x FP8 E4M3", "emulated")
+    assert found["wgrad"][1] == ("not run" if how == "a buffer" else "emulated")
 
 
 def test_groups_are_told_as_the_recipe_has_them() -> None:
