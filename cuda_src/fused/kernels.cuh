@@ -60,8 +60,6 @@ struct Loaded : BF16 {
   }
 };
 
-using Tiles = fp8::TileShape;
-using BlockTiles = fp8_block::TransposeShape<BF16::kBytes>;
 using Mxfp8Tiles = mxfp8::Bf16Shape;
 
 using TileFill = TilePlan<Tiles::kThreads, Tiles::kRows, Tiles::kLanes>;

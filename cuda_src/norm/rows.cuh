@@ -74,21 +74,16 @@ struct NormRows {
   const fp8::CastArgs* const cast;
   const int vectors;  // of a row, from the thread's first on: it has every kThreads-th
   const u64 policy;
+  const bool only_statistics;
   float scale = 0.0f;
   u32 m = 0;
-  Affine affine[kHeld];
 
   TEJIT_DEVICE NormRows(const RowsArgs& a, const fp8::CastArgs* c)
       : args(a),
         cast(c),
         vectors(static_cast<int>(a.cols / 8) - static_cast<int>(threadIdx.x)),
-        policy(evict_first_policy()) {
-#pragma unroll
-    for (int c = 0; c < kHeld; ++c) {
-      affine[c] = {};
-      if (has(c)) load_affine(args.parameters, column(c), policy, affine[c]);
-    }
-  }
+        policy(evict_first_policy()),
+        only_statistics(!kCast && a.y == nullptr && a.partial == nullptr) {}
 
   TEJIT_DEVICE bool has(int c) const { return c * kThreads < vectors; }
   TEJIT_DEVICE static int column(int c) { return c * kSums + static_cast<int>(threadIdx.x) * 8; }
@@ -156,11 +151,16 @@ struct NormRows {
       each_other(row, from, [&](const float (&d)[8], int) { add_squares(s, d); });
     };
     statistics(args, row, scratch, values, squares, mean, rstd);
+    if (only_statistics) return;
+    // Gamma and beta come from L1 for every row: in registers they would leave room for two blocks only.
 #pragma unroll
     for (int c = 0; c < kHeld; ++c) {
+      if (!has(c)) continue;
+      Affine own;
+      load_affine(args.parameters, column(c), policy, own);
 #pragma unroll
-      for (int j = 0; j < 8; ++j) f[c][j] = scaled(f[c][j], rstd, affine[c].gamma[j], affine[c].beta[j]);
-      if (has(c)) put(row, c, packed(f[c]));
+      for (int j = 0; j < 8; ++j) f[c][j] = scaled(f[c][j], rstd, own.gamma[j], own.beta[j]);
+      put(row, c, packed(f[c]));
     }
     each_other(row, mean, [&](float (&d)[8], int c) {
       Affine other;
