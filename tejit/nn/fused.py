@@ -132,8 +132,8 @@ def activated(
     """
     gated, cast = kind in GATED, _cast(quantizer, x, plan)
     columns = x.shape[1] // 2 if gated else x.shape[1]
-    # Current scaling computes twice, and these are dear: the fused kernels took 270 us for 8192x8192 on an H200, torch's
-    # GELU and our quantization after it 158.
+    # Current scaling computes twice, and these are dear: the fused kernels took 270 us for 8192x8192 on an H200,
+    # torch's GELU and our quantization after it 158.
     if cast is not None and cast.format == FUSED_CURRENT and ACTIVATIONS[kind] in ("gelu", "silu"):
         cast = None
     if cast is None or not known_zero(-columns % multiple):
