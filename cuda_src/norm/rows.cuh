@@ -73,7 +73,6 @@ struct NormRows {
   const RowsArgs& args;
   const fp8::CastArgs* const cast;
   const int vectors;  // of a row, from the thread's first on: it has every kThreads-th
-  const u64 policy;
   const bool only_statistics;
   float scale = 0.0f;
   u32 m = 0;
@@ -82,14 +81,13 @@ struct NormRows {
       : args(a),
         cast(c),
         vectors(static_cast<int>(a.cols / 8) - static_cast<int>(threadIdx.x)),
-        policy(evict_first_policy()),
         only_statistics(!kCast && a.y == nullptr && a.partial == nullptr) {}
 
   TEJIT_DEVICE bool has(int c) const { return c * kThreads < vectors; }
   TEJIT_DEVICE static int column(int c) { return c * kSums + static_cast<int>(threadIdx.x) * 8; }
 
   TEJIT_DEVICE uint4 at(i64 row, int c) const {
-    return load16<Load::kCached>(static_cast<const u16*>(args.x) + row * args.cols + column(c), policy);
+    return load16<Load::kCached>(static_cast<const u16*>(args.x) + row * args.cols + column(c));
   }
 
   TEJIT_DEVICE void load(i64 row, uint4 (&v)[kHeld]) const {
@@ -157,14 +155,14 @@ struct NormRows {
     for (int c = 0; c < kHeld; ++c) {
       if (!has(c)) continue;
       Affine own;
-      load_affine(args.parameters, column(c), policy, own);
+      load_affine(args.parameters, column(c), own);
 #pragma unroll
       for (int j = 0; j < 8; ++j) f[c][j] = scaled(f[c][j], rstd, own.gamma[j], own.beta[j]);
       put(row, c, packed(f[c]));
     }
     each_other(row, mean, [&](float (&d)[8], int c) {
       Affine other;
-      load_affine(args.parameters, column(c), policy, other);
+      load_affine(args.parameters, column(c), other);
 #pragma unroll
       for (int j = 0; j < 8; ++j) d[j] = scaled(d[j], rstd, other.gamma[j], other.beta[j]);
       put(row, c, packed(d));
