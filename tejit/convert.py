@@ -14,7 +14,7 @@ from tejit.nn.naming import Named
 from tejit.recipe import Recipe, default_recipe
 from tejit.recipe.gain import too_small_to_gain
 from tejit.recipe.model_init import current_model_init, quantized_model_init
-from tejit.tensor import QuantizedTensor
+from tejit.tensor import QuantizedTensor, Quantizer
 from tejit.tensor.attached import carry
 
 Root = TypeVar("Root", bound=nn.Module)
@@ -122,22 +122,33 @@ def _quantize(root: nn.Module, recipe: Recipe, filter_fn: Filter | None) -> None
     asked, kept = current_model_init(), {}
     preserve = asked is not None and asked.preserve
     became: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-    for name, module in root.named_modules():
-        if not isinstance(module, QuantizedModule) or (filter_fn is not None and not filter_fn(module, name)):
-            continue
+    chosen = [
+        (name, module)
+        for name, module in root.named_modules()
+        if isinstance(module, QuantizedModule) and (filter_fn is None or filter_fn(module, name))
+    ]
+    torn = _of_several_formats([module for _, module in chosen], recipe)
+    for name, module in chosen:
         if isinstance(module, twins.TransposedLinear):
             kept[name] = "its weight is stored transposed"
             continue
         before = dict(module._parameters)
+        if any(id(parameter) in torn for parameter in before.values()):
+            kept[name] = "it is tied to one for which the recipe has another format"
+        linear = twins.linear_products(module)
+        if any(each.parameter not in before for each in linear):
+            kept[name] = "it is no parameter: a hook makes it, or it is a buffer"
         done = {parameter: became[id(old)][1] for parameter, old in before.items() if id(old) in became}
         module._parameters.update(done)
         with quantized_model_init(recipe=recipe, preserve_high_precision_init_val=preserve):
             init.quantize_parameters(
                 module,
                 {
-                    each.parameter: (module.name, each.product) if each.product else module.name
-                    for each in twins.linear_products(module)
-                    if each.parameter not in done
+                    each.parameter: (module.name, each.product, module._module_type)
+                    for each in linear
+                    if each.parameter in before
+                    and each.parameter not in done
+                    and id(before[each.parameter]) not in torn
                 },
             )
         became |= {
@@ -148,6 +159,19 @@ def _quantize(root: nn.Module, recipe: Recipe, filter_fn: Filter | None) -> None
     _replace(root, became)
     if kept:
         _warn(f"tejit.convert left {len(kept)} weights in high precision: ", kept)
+
+
+def _of_several_formats(modules: list[QuantizedModule], recipe: Recipe) -> set[int]:
+    """The ids of tied weights that no single format would let all of their layers use."""
+    formats: dict[int, set[Quantizer]] = {}
+    for module in modules:
+        for each in twins.linear_products(module):
+            quantizers = recipe.for_linear(module.name, each.product, module._module_type)
+            if quantizers is not None:
+                quantizer = init.weight_quantizer(module, quantizers, each.parameter)
+                if quantizer is not None:
+                    formats.setdefault(id(getattr(module, each.parameter)), set()).add(quantizer)
+    return {key for key, found in formats.items() if len(found) > 1}
 
 
 def _dequantize(root: nn.Module, modules: Iterable[nn.Module]) -> None:

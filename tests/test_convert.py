@@ -9,11 +9,19 @@ import weakref
 import pytest
 import torch
 import torch._dynamo.testing
+import torch.nn.utils.prune
 from torch import nn
 from torch.nn.utils import parametrizations
 
 import tejit
-from tejit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
+from tejit.recipe import (
+    CustomRecipe,
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
 from tejit.recipe.gain import smallest_square, too_small_to_gain
 from tests.common import DEVICES, DTYPES, short
 
@@ -430,6 +438,44 @@ def test_quantized_weights_are_the_bytes_the_recipe_makes_in_each_call(name) -> 
     assert lives[0].weight.main_grad is plain_weight.main_grad
 
 
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_the_weights_of_groups_become_quantized_too(name) -> None:
+    """Oracle: the same module, whose weights are quantized in each call. The groups are told what they are."""
+    recipe, cls = QUANTIZED[name]
+    torch.manual_seed(0)
+    each_call = nn.Sequential(tejit.GroupedLinear(3, 64, 128))
+    lives, roles = copy.deepcopy(each_call), []
+    tejit.convert(lives, recipe=recipe, quantize_params=True)
+    assert [type(lives[0]._parameters[f"weight{i}"]) for i in range(3)] == [cls] * 3
+    assert lives[0].name == "0"
+    x = torch.randn(32, 64)
+    found = []
+    for module in (each_call, lives):
+        given = x.clone().requires_grad_()
+        torch.manual_seed(1)
+        with tejit.autocast(recipe=recipe):
+            y = module[0](given, [5, 0, 27])
+        y.square().sum().backward()
+        found.append([y, given.grad, *[p.grad for p in module.parameters()]])
+    for want, got in zip(*found, strict=True):
+        assert torch.equal(got, want)
+
+    def qfactory(role):
+        roles.append((role.module_type, role.tensor_type, role.name))
+        return tejit.MXFP8Quantizer()
+
+    kept = copy.deepcopy(each_call)
+    tejit.convert(kept, recipe=recipe_with(None), quantize_params=True)
+    assert type(kept[0].weight0) is nn.Parameter
+    tejit.convert(kept, recipe=CustomRecipe(qfactory), quantize_params=True)
+    assert type(kept[0].weight0) is tejit.MXFP8Tensor
+    assert set(roles) == {("grouped_linear", tensor, "0") for tensor in ("input", "weight", "grad_output")}
+
+
+def recipe_with(other) -> MXFP8BlockScaling:
+    return MXFP8BlockScaling(overrides=(("0", other),))
+
+
 def test_quantized_weights_stay_tied_on_the_way_there_and_back() -> None:
     torch.manual_seed(0)
     first, second = nn.Linear(32, 32), nn.Linear(32, 32)
@@ -453,6 +499,44 @@ def test_quantized_weights_stay_tied_on_the_way_there_and_back() -> None:
     assert type(first.weight) is nn.Parameter
     assert first.weight is second.weight
     assert head.weight is embedding.weight
+
+
+def test_a_weight_that_a_hook_makes_is_quantized_in_each_call_and_named() -> None:
+    root = nn.Sequential(nn.Linear(64, 64))
+    nn.utils.prune.l1_unstructured(root[0], "weight", 0.5)
+    twin, x = nn.Sequential(nn.Linear(64, 64)), torch.randn(8, 64)
+    twin[0].weight, twin[0].bias = nn.Parameter(root[0].weight.detach()), root[0].bias
+    with pytest.warns(UserWarning, match="left 1 weights in high precision: 0 .it is no parameter"):
+        tejit.convert(root, filter_fn=everything, quantize_params=True)
+    tejit.convert(twin, filter_fn=everything)
+    with tejit.autocast():
+        assert torch.equal(root(x), twin(x))
+
+
+def test_a_tied_weight_for_which_the_recipe_has_two_formats_stays() -> None:
+    """Quantized in one of them, the other layer could not read it."""
+    root = nn.ModuleDict({name: nn.Linear(64, 64) for name in ("a", "b", "c")})
+    root["b"].weight = root["a"].weight
+    recipe = Float8CurrentScaling(overrides=(("a", MXFP8BlockScaling()),))
+    with pytest.warns(UserWarning, match=r"left 2 weights in high precision: a, b \(it is tied to one"):
+        tejit.convert(root, recipe=recipe, filter_fn=everything, quantize_params=True)
+    assert root["b"].weight is root["a"].weight
+    assert [type(root[name].weight) for name in root] == [nn.Parameter, nn.Parameter, tejit.Float8Tensor]
+    x = torch.randn(8, 64)
+    with tejit.autocast(recipe=recipe):
+        y = root["c"](root["b"](root["a"](x)))
+    with tejit.autocast(recipe=MXFP8BlockScaling()):
+        want = root["a"](x)
+    with tejit.autocast(recipe=Float8CurrentScaling()):
+        want = root["c"](root["b"](want))
+    assert torch.equal(y, want)
+    # Delayed scaling has the bytes of current scaling, and high precision reads any.
+    recipe = Float8CurrentScaling(overrides=(("a", None), ("b", DelayedScaling())))
+    tejit.convert(root, recipe=recipe, quantize_params=True)
+    assert type(root["a"].weight) is tejit.Float8Tensor
+    assert root["b"].weight is root["a"].weight
+    with tejit.autocast(recipe=recipe):
+        assert root["c"](root["b"](root["a"](x))).isfinite().all()
 
 
 @pytest.mark.parametrize("history", [16, 2048])

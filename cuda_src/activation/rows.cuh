@@ -66,8 +66,8 @@ TEJIT_DEVICE void activate_rows(const RowsArgs& args, const fp8::CastArgs* cast)
         v[k] = gate[k] = make_uint4(0, 0, 0, 0);
         const int at = start + k * kThreads;
         if (there && at < vectors) {
-          v[k] = load16<Load::kCached>(from + at * 8, 0);
-          if (gated) gate[k] = load16<Load::kCached>(from + args.cols + at * 8, 0);
+          v[k] = load16<Load::kCached>(from + at * 8);
+          if (gated) gate[k] = load16<Load::kCached>(from + args.cols + at * 8);
         }
       }
 #pragma unroll

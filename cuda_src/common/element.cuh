@@ -23,8 +23,8 @@ struct BF16 {
 
   // A vector as it lies in memory.
   template <Load kLoad>
-  TEJIT_DEVICE static uint4 load_vector(const void* p, u64 policy) {
-    return load16<kLoad>(p, policy);
+  TEJIT_DEVICE static uint4 load_vector(const void* p) {
+    return load16<kLoad>(p);
   }
 
   // What was loaded, as the other functions take it.
@@ -156,8 +156,8 @@ struct Any {
   }
 
   template <Load kLoad>
-  TEJIT_DEVICE uint4 load_vector(const void* p, u64 policy) const {
-    if (!half) return load16<kLoad>(p, policy);
+  TEJIT_DEVICE uint4 load_vector(const void* p) const {
+    if (!half) return load16<kLoad>(p);
     const uint2 v = load8(p);
     return make_uint4(v.x, v.y, 0, 0);
   }

@@ -13,10 +13,10 @@ using i64 = long long;
 
 #define TEJIT_DEVICE __device__ __forceinline__
 
-// How a load treats the caches. Nothing here is read twice by one SM, but what passes L1 by (kPlain,
-// kEvictFirst) is treated otherwise in L2 too: beside streamed stores, a cast that loads so takes 5 to 8%
-// longer on an H200 or does not, by what other kernels left there. kCached never did.
-enum class Load { kPlain, kEvictFirst, kCached };
+// How a load treats the caches. Nothing here is read twice by one SM, but what passes L1 by (kPlain) is
+// treated otherwise in L2 too: beside streamed stores, a cast that loads so takes 5 to 8% longer on an H200
+// or does not, by what other kernels left there. kCached never did.
+enum class Load { kPlain, kCached };
 // kStream marks the written lines as the first to leave L2.
 enum class Store { kPlain, kStream };
 
@@ -28,13 +28,9 @@ TEJIT_DEVICE u64 evict_first_policy() {
 
 // Volatile only to keep the order in which the kernels issue them: several loads first, then the first use.
 template <Load kLoad>
-TEJIT_DEVICE uint4 load16(const void* p, u64 policy) {
+TEJIT_DEVICE uint4 load16(const void* p) {
   uint4 v;
-  if constexpr (kLoad == Load::kEvictFirst) {
-    asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(p), "l"(policy));
-  } else if constexpr (kLoad == Load::kCached) {
+  if constexpr (kLoad == Load::kCached) {
     asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                  : "l"(p));

@@ -79,7 +79,6 @@ struct Tile {
   const Args& args;
   const T type;
   const u32 tile_cols, tile_rows;
-  const u64 policy;
   const int lane, quad;
   const bool wide_x, wide_row;  // rows of x, and of the bytes in its order, are whole vectors
   Vectors v;
@@ -89,7 +88,6 @@ struct Tile {
         type(type_of<T>(a)),
         tile_cols(static_cast<u32>((a.cols + kCols - 1) / kCols)),
         tile_rows(static_cast<u32>((a.rows + Plan::kRows - 1) / Plan::kRows)),
-        policy(Plan::kLoad == Load::kEvictFirst ? evict_first_policy() : 0),
         lane(threadIdx.x % Plan::kLanes),
         quad(threadIdx.x / Plan::kLanes),
         wide_x(T::kFused || (a.cols % kPer == 0 && reinterpret_cast<u64>(a.x) % (kPer * type.bytes()) == 0)),
@@ -151,14 +149,14 @@ struct Tile {
     const i64 pitch = x_pitch() * type.bytes();
     if (wide_x && rows > kReach) {
       each_vector([&](int s, int r, int row) {
-        v[s][r] = type.template load_vector<Plan::kLoad>(from + row * pitch, policy);
+        v[s][r] = type.template load_vector<Plan::kLoad>(from + row * pitch);
       });
       return;
     }
     each_vector([&](int s, int r, int) { v[s][r] = make_uint4(0, 0, 0, 0); });
     if (wide_x) {
       each_vector([&](int s, int r, int row) {
-        if (row < rows) v[s][r] = type.template load_vector<Plan::kLoad>(from + row * pitch, policy);
+        if (row < rows) v[s][r] = type.template load_vector<Plan::kLoad>(from + row * pitch);
       });
     } else if (!T::kFused && rows > 0) {
       const int cols = cols_left(p) - lane * kPer;

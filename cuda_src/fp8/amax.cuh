@@ -38,7 +38,6 @@ TEJIT_DEVICE void amax_partial(const AmaxArgs& args) {
   const char* aligned = x + head * bytes;
 
   u32 m = 0;
-  const u64 policy = Plan::kLoad == Load::kEvictFirst ? evict_first_policy() : 0;
   const i64 whole = vectors / kChunk;
   const i64 chunks = (vectors + kChunk - 1) / kChunk;
   for (i64 c = blockIdx.x; c < chunks; c += gridDim.x) {
@@ -49,14 +48,13 @@ TEJIT_DEVICE void amax_partial(const AmaxArgs& args) {
     uint4 v[Plan::kVectors];
     if (chunk < whole) {
 #pragma unroll
-      for (int i = 0; i < Plan::kVectors; ++i)
-        v[i] = type.template load_vector<Plan::kLoad>(from + i * step, policy);
+      for (int i = 0; i < Plan::kVectors; ++i) v[i] = type.template load_vector<Plan::kLoad>(from + i * step);
     } else {
       const int left = static_cast<int>(vectors - whole * kChunk) - static_cast<int>(threadIdx.x);
 #pragma unroll
       for (int i = 0; i < Plan::kVectors; ++i) {
         v[i] = make_uint4(0, 0, 0, 0);
-        if (i * Plan::kThreads < left) v[i] = type.template load_vector<Plan::kLoad>(from + i * step, policy);
+        if (i * Plan::kThreads < left) v[i] = type.template load_vector<Plan::kLoad>(from + i * step);
       }
     }
 #pragma unroll

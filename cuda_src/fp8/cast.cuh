@@ -37,7 +37,6 @@ TEJIT_DEVICE void cast_rowwise(const CastArgs& args) {
   const i64 start = static_cast<i64>(blockIdx.x) * kChunk + threadIdx.x * 2;
   // Of the block's vectors, from the thread's first on.
   const int left = start < vectors ? clamp_left(vectors - start) : 0;
-  const u64 policy = Plan::kLoad == Load::kEvictFirst ? evict_first_policy() : 0;
 
   // Vector i of a thread: two neighbours, and the next two where the other threads' are over.
   const auto at = [](int i) { return i / 2 * (2 * Plan::kThreads) + i % 2; };
@@ -46,7 +45,7 @@ TEJIT_DEVICE void cast_rowwise(const CastArgs& args) {
 #pragma unroll
   for (int i = 0; i < Plan::kVectors; ++i) {
     v[i] = make_uint4(0, 0, 0, 0);
-    if (at(i) < left) v[i] = type.template load_vector<Plan::kLoad>(from + at(i) * vector_bytes, policy);
+    if (at(i) < left) v[i] = type.template load_vector<Plan::kLoad>(from + at(i) * vector_bytes);
   }
   const float scale = scale_of_block<Plan::kThreads>(args);
   const u32 so_far = amax_so_far(args);

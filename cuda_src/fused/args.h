@@ -54,6 +54,12 @@ static_assert(sizeof(Parameters) == 32 && sizeof(Source) == 80 && sizeof(With<fp
 struct BlockRowShape : fp8_block::RowShape<2> {
   static constexpr int kBlocksPerSM = 2;
 };
+struct BlockTiles : fp8_block::TransposeShape<2> {
+  static constexpr int kBlocksPerSM = 3;
+};
+struct Tiles : fp8::TileShape {
+  static constexpr int kBlocksPerSM = 3;
+};
 
 }  // namespace fused
 }  // namespace tejit

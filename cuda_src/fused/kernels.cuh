@@ -38,8 +38,7 @@ struct Loaded : BF16 {
 
   TEJIT_DEVICE norm::Affine columns(i64 column, bool wanted) const {
     norm::Affine a = {};
-    if (wanted && source.activation == kNorm)
-      norm::load_affine(source.parameters, column, evict_first_policy(), a);
+    if (wanted && source.activation == kNorm) norm::load_affine(source.parameters, column, a);
     return a;
   }
 
@@ -55,13 +54,11 @@ struct Loaded : BF16 {
     if (!there) return make_uint4(0, 0, 0, 0);
     const u16* gate = static_cast<const u16*>(source.gate);
     uint4 g = make_uint4(0, 0, 0, 0);
-    if (gate != nullptr) g = load16<Load::kCached>(gate + row * source.pitch + column, 0);
+    if (gate != nullptr) g = load16<Load::kCached>(gate + row * source.pitch + column);
     return activation::activated(source.activation, gate != nullptr, v, g);
   }
 };
 
-using Tiles = fp8::TileShape;
-using BlockTiles = fp8_block::TransposeShape<BF16::kBytes>;
 using Mxfp8Tiles = mxfp8::Bf16Shape;
 
 using TileFill = TilePlan<Tiles::kThreads, Tiles::kRows, Tiles::kLanes>;

@@ -100,7 +100,6 @@ struct Quantize {
 
   const Args& args;
   const i64 down, across;  // tiles, counted over the padded sizes
-  const u64 policy;
   const int lane, group;
   const float inverse_max;
   i64 m0, k0;      // the first of the thread's rows, the first of its columns
@@ -111,7 +110,6 @@ struct Quantize {
       : args(a),
         down(padded(a.rows, kOuter) / kBlock),
         across(padded(a.cols, kOuter) / kCols),
-        policy(kLoad == Load::kEvictFirst ? evict_first_policy() : 0),
         lane(threadIdx.x % kLanes),
         group(threadIdx.x % 32 / kLanes),
         inverse_max(a.fp8 ? 1.0f / 57344.0f : 1.0f / 448.0f) {}
@@ -138,7 +136,7 @@ struct Quantize {
       v[r] = make_uint4(0, 0, 0, 0);
       if (r * kGroups < x_rows()) {
         if (!T::kAny || args.wide) {
-          v[r] = load16<kLoad>(from + r * pitch, policy);
+          v[r] = load16<kLoad>(from + r * pitch);
         } else {
           const u32* at = reinterpret_cast<const u32*>(from + r * pitch);
           v[r].x = load4(at);

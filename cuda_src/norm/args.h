@@ -37,7 +37,7 @@ static_assert(sizeof(RowsArgs) == 104 && sizeof(fused::CastRows<RowsArgs>) == 20
 // again.
 struct RowsShape {
   static constexpr int kThreads = norm::kThreads;
-  static constexpr int kBlocksPerSM = 2;
+  static constexpr int kBlocksPerSM = 3;
   static constexpr int kHeld = 4;
 };
 

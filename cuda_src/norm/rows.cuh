@@ -73,28 +73,21 @@ struct NormRows {
   const RowsArgs& args;
   const fp8::CastArgs* const cast;
   const int vectors;  // of a row, from the thread's first on: it has every kThreads-th
-  const u64 policy;
+  const bool only_statistics;
   float scale = 0.0f;
   u32 m = 0;
-  Affine affine[kHeld];
 
   TEJIT_DEVICE NormRows(const RowsArgs& a, const fp8::CastArgs* c)
       : args(a),
         cast(c),
         vectors(static_cast<int>(a.cols / 8) - static_cast<int>(threadIdx.x)),
-        policy(evict_first_policy()) {
-#pragma unroll
-    for (int c = 0; c < kHeld; ++c) {
-      affine[c] = {};
-      if (has(c)) load_affine(args.parameters, column(c), policy, affine[c]);
-    }
-  }
+        only_statistics(!kCast && a.y == nullptr && a.partial == nullptr) {}
 
   TEJIT_DEVICE bool has(int c) const { return c * kThreads < vectors; }
   TEJIT_DEVICE static int column(int c) { return c * kSums + static_cast<int>(threadIdx.x) * 8; }
 
   TEJIT_DEVICE uint4 at(i64 row, int c) const {
-    return load16<Load::kCached>(static_cast<const u16*>(args.x) + row * args.cols + column(c), policy);
+    return load16<Load::kCached>(static_cast<const u16*>(args.x) + row * args.cols + column(c));
   }
 
   TEJIT_DEVICE void load(i64 row, uint4 (&v)[kHeld]) const {
@@ -156,15 +149,20 @@ struct NormRows {
       each_other(row, from, [&](const float (&d)[8], int) { add_squares(s, d); });
     };
     statistics(args, row, scratch, values, squares, mean, rstd);
+    if (only_statistics) return;
+    // Gamma and beta come from L1 for every row: in registers they would leave room for two blocks only.
 #pragma unroll
     for (int c = 0; c < kHeld; ++c) {
+      if (!has(c)) continue;
+      Affine own;
+      load_affine(args.parameters, column(c), own);
 #pragma unroll
-      for (int j = 0; j < 8; ++j) f[c][j] = scaled(f[c][j], rstd, affine[c].gamma[j], affine[c].beta[j]);
-      if (has(c)) put(row, c, packed(f[c]));
+      for (int j = 0; j < 8; ++j) f[c][j] = scaled(f[c][j], rstd, own.gamma[j], own.beta[j]);
+      put(row, c, packed(f[c]));
     }
     each_other(row, mean, [&](float (&d)[8], int c) {
       Affine other;
-      load_affine(args.parameters, column(c), policy, other);
+      load_affine(args.parameters, column(c), other);
 #pragma unroll
       for (int j = 0; j < 8; ++j) d[j] = scaled(d[j], rstd, other.gamma[j], other.beta[j]);
       put(row, c, packed(d));

@@ -17,26 +17,26 @@ struct Affine {
 };
 
 // Eight of a vector of parameters, in float32 or bfloat16, that many rows share: they stay in L1.
-TEJIT_DEVICE void load_eight(const void* from, int dtype, i64 column, u64 policy, float (&f)[8]) {
+TEJIT_DEVICE void load_eight(const void* from, int dtype, i64 column, float (&f)[8]) {
   if (dtype == 2) {
-    BF16::widen(load16_shared_line(static_cast<const u16*>(from) + column, policy), f);
+    BF16::widen(load16<Load::kCached>(static_cast<const u16*>(from) + column), f);
   } else {
     const float* at = static_cast<const float*>(from) + column;
-    const uint4 a = load16_shared_line(at, policy), b = load16_shared_line(at + 4, policy);
+    const uint4 a = load16<Load::kCached>(at), b = load16<Load::kCached>(at + 4);
     const u32 w[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
 #pragma unroll
     for (int i = 0; i < 8; ++i) f[i] = __uint_as_float(w[i]);
   }
 }
 
-TEJIT_DEVICE void load_affine(const fused::Parameters& p, i64 column, u64 policy, Affine& a) {
+TEJIT_DEVICE void load_affine(const fused::Parameters& p, i64 column, Affine& a) {
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     a.gamma[i] = p.zero_centered ? 0.0f : 1.0f;
     a.beta[i] = kNothing;
   }
-  if (p.weight != nullptr) load_eight(p.weight, p.weight_dtype, column, policy, a.gamma);
-  if (p.bias != nullptr) load_eight(p.bias, p.bias_dtype, column, policy, a.beta);
+  if (p.weight != nullptr) load_eight(p.weight, p.weight_dtype, column, a.gamma);
+  if (p.bias != nullptr) load_eight(p.bias, p.bias_dtype, column, a.beta);
   if (p.zero_centered) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) a.gamma[i] = __fadd_rn(1.0f, a.gamma[i]);

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -177,19 +179,26 @@ def _products(name: str, layer: nn.Module, calls: list[_Call], recipe: Recipe) -
             yield plain(_foreign(layer, name, recipe), operands=_short(call.dtype))
             continue
         before = [p for own, p in layer._parameters.items() if own.startswith("layer_norm")]
-        for each in twins.linear_products(layer):
-            quantizers, reason = _chosen(layer, each.product, call)
-            if each.product is not None:
-                name, module = f"{root}.{each.product}", f"{type(layer).__name__} {'{} -> {}'.format(*each.sizes)}"
+        for product, several in groupby(twins.linear_products(layer), attrgetter("product")):
+            each, *others = several
+            quantizers, reason = _chosen(layer, product, call)
+            if sizes is None:
+                module = f"{type(layer).__name__} {len(others) + 1} x " if others else f"{type(layer).__name__} "
+                module += "{} -> {}".format(*each.sizes)
+            if product is not None:
+                name = f"{root}.{product}"
             if quantizers is None:
                 yield Product(name, module, _ALL, _short(call.dtype), HIGH_PRECISION, reason)
                 continue
             notes = [*filter(None, [reason, too_small_to_gain(quantizers, *each.sizes)])]
             # Behind a norm or another product the gradient of the input is needed for their parameters as well.
             needs_grad = call.input_needs_grad or any(p is not None and p.requires_grad for p in before)
-            before.append(layer._parameters[each.parameter])
+            matrices = [getattr(layer, one.parameter) for one in (each, *others)]
+            before.extend(matrices)
+            # Of several groups, one that trains stands for all.
+            weight = next((matrix for matrix in matrices if matrix.requires_grad), matrices[0])
             for gemm in GEMMS:
-                found = _product(gemm, layer._parameters[each.parameter], call, quantizers, needs_grad, notes)
+                found = _product(gemm, weight, call, quantizers, needs_grad, notes)
                 yield Product(name, module, gemm, *found)
 
 
@@ -209,7 +218,7 @@ def _chosen(layer: QuantizedModule, product: str | None, call: _Call) -> tuple[L
     """The quantizers of a product, None for high precision; and why, or what is to be said beside."""
     if call.recipe is None:
         return None, "tejit.autocast is switched off around it"
-    quantizers = call.recipe.for_linear(layer.name, product)
+    quantizers = call.recipe.for_linear(layer.name, product, layer._module_type)
     names = [layer.name or ""] + ([f"{layer.name}.{product}"] if product else [])
     patterns = (p for p, _ in call.recipe.overrides if any(fnmatch.fnmatchcase(name, p) for name in names))
     pattern = next(patterns, None)

@@ -27,12 +27,15 @@ def padded(matrix: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def cut(matrix: Tensor, rows: int, columns: int) -> Tensor:
-    """The first ``rows`` and ``columns`` of a matrix, itself where it is known to have no more."""
-    height, width = matrix.shape
-    if not known_zero(height - rows):
+    """The first ``rows`` and ``columns`` of a matrix, contiguous; itself where it is known to have no more.
+
+    Whoever gets it is not to notice that it was padded: ``view`` works, and torch's attention was seen to give wrong
+    gradients for a ``grad_output`` whose rows lie further apart than they are long.
+    """
+    if not known_zero(matrix.shape[0] - rows):
         matrix = matrix[:rows]
-    if not known_zero(width - columns):
-        matrix = matrix[:, :columns]
+    if not known_zero(matrix.shape[1] - columns):
+        matrix = matrix[:, :columns].contiguous()
     return matrix
 
 

@@ -94,8 +94,23 @@ class Delayed(nn.Module):
                 self._buffers[name] = longer
 
     # -- use ----------------------------------------------------------------------------------------------------
-    def _delayed_state(self, rule: DelayedRule | None) -> tuple[State, DelayedState | None]:
-        """What a forward needs: the tensors for its autograd function, and whom an eager backward tells.
+    def _settle(self, device: torch.device) -> None:
+        """Have the state where the parameters are. They may have come by themselves, assigned to a module that was
+        built elsewhere: from the meta device the state then comes fresh."""
+        if self._delayed_scale.device == device:
+            return
+        with torch.inference_mode(False):
+            fresh = _fresh(self._products, self._delayed_amax_history.shape[0], device)
+            for name, value in fresh.items():
+                old = self._buffers[name]
+                assert old is not None
+                new = value if old.is_meta else old.to(device)
+                carry(old, new)
+                self._buffers[name] = new
+        self._delayed.move(device)
+
+    def _delayed_state(self, rule: DelayedRule | None, device: torch.device) -> tuple[State, DelayedState | None]:
+        """What a forward on ``device`` needs: the tensors for its autograd function, and whom an eager backward tells.
 
         Empty where ``rule`` is None. Notes that the module ran, where gradients are enabled; where they are not, amax
         is collected in a tensor that is thrown away.
@@ -104,6 +119,7 @@ class Delayed(nn.Module):
         """
         if rule is None:
             return NO_STATE, None
+        self._settle(device)
         self._require_rows(rule)
         state = self._delayed
         compiling = torch.compiler.is_compiling()
@@ -155,6 +171,7 @@ class Delayed(nn.Module):
             quantizers = recipe.for_linear(name, product, self._module_type)
             if quantizers is None or quantizers.delayed is None:
                 continue
+            self._settle(operands[0].device)
             self._require_rows(quantizers.delayed)
             self._note_forward(quantizers.delayed)
             with torch.no_grad():
@@ -164,24 +181,29 @@ class Delayed(nn.Module):
 
     # -- moving, copying ----------------------------------------------------------------------------------------
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        names = (*STORED, PREVIOUS)
-        before = {name: self._buffers[name] for name in names if name in self._buffers}
-        result = super()._apply(fn, recurse)
-        for name, old in before.items():
-            new = self._buffers[name]
-            assert old is not None
-            assert new is not None
-            if old.is_meta and not new.is_meta:
-                new = _fresh(self._products, old.shape[0], new.device)[name]
-            elif new.dtype != old.dtype:
-                new = old.to(new.device)
-            now = self._buffers[name]
-            if new is not now and new is not old:
-                carry(now, new)
-            self._buffers[name] = new
-        if before and self._delayed.anchor.device != self._delayed_scale.device:
-            self._delayed.move(self._delayed_scale.device)
-        return result
+        before = {name: self._buffers[name] for name in (*STORED, PREVIOUS) if name in self._buffers}
+        try:
+            return super()._apply(fn, recurse)
+        finally:  # what was converted before a failure too
+            for name, old in before.items():
+                now = self._buffers[name]
+                assert old is not None
+                assert now is not None
+                if now is not old:
+                    self._buffers[name] = self._converted_state(name, old, now)
+            if before and self._delayed.anchor.device != self._delayed_scale.device:
+                self._delayed.move(self._delayed_scale.device)
+
+    def _converted_state(self, name: str, old: Tensor, now: Tensor) -> Tensor:
+        """A buffer after a conversion, which counts for where it is: dtype and values stay, also where ``to_empty``
+        leaves memory as it is found."""
+        if now.is_meta:
+            return now if now.dtype == old.dtype else _carried(now, old.to(now.device))
+        if old.is_meta:
+            return _carried(now, _fresh(self._products, old.shape[0], now.device)[name])
+        if now.dtype == old.dtype:
+            return now.copy_(old)
+        return _carried(now, old.to(now.device, copy=True))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -253,6 +275,12 @@ class Delayed(nn.Module):
         else:
             with torch.no_grad():
                 mine.copy_(value)
+
+
+def _carried(old: Tensor, new: Tensor) -> Tensor:
+    """``new``, with what is attached to ``old``."""
+    carry(old, new)
+    return new
 
 
 def _fresh(products: int, rows: int, device: torch.device) -> dict[str, Tensor]:

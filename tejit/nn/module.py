@@ -216,7 +216,7 @@ class QuantizedModule(Delayed, KeepsAttached, Named, nn.Module):
                 "save_original_input=True and delayed scaling do not go together: by the time of backward the scale may"
                 " be another one"
             )
-        state, delayed = self._delayed_state(quantizers.delayed)
+        state, delayed = self._delayed_state(quantizers.delayed, weight.device)
         if not (needs_dgrad or needs_wgrad):
             state = state._replace(anchor=None)  # it would make the output require a gradient
         group = self._group()
@@ -314,6 +314,12 @@ class QuantizedModule(Delayed, KeepsAttached, Named, nn.Module):
         oldest = self._put_off[0].backward
         while self._put_off and self._put_off[0].backward == oldest:
             self._put_off.popleft().compute()
+
+    def _settle(self, device: torch.device) -> None:
+        if torch.compiler.is_compiling():
+            _settle(self._key, device)
+        else:
+            super()._settle(device)
 
     # -- the workspace ------------------------------------------------------------------------------------------
     def _make_room(
@@ -431,6 +437,12 @@ def _allocate(key: str, parameter: str, specs: tuple[tuple[str, tuple[int, ...],
             with torch.inference_mode(False):  # a later first microbatch may come outside of it
                 zeros = torch.zeros(shape, dtype=dtype, device=device)
             module.register_buffer(name, zeros, persistent=False)
+
+
+@compat.constant_result
+def _settle(key: str, device: torch.device) -> None:
+    """``Delayed._settle`` of a module, while tracing: before the graph looks at the buffers."""
+    Delayed._settle(_modules[key], device)
 
 
 @compat.constant_result

@@ -41,7 +41,7 @@ class Ready:
         bias: Tensor | None,
         first: bool | None,
     ) -> None:
-        self.context, self.asked = (recipe, None), _asked_for(module)
+        self.context, self.asked = (recipe, None), _asked(module)
         self.product, self.bias, self.first = product, bias, first
         self.device, self.dtype, self.columns = x.device, x.dtype, x.shape[-1]
         self.needs = (torch.is_grad_enabled(), x.requires_grad, product.weight.requires_grad)
@@ -54,6 +54,7 @@ class Ready:
             and weight is self.product.weight
             and bias is self.bias
             and first is self.first
+            and _asked(module) == self.asked
             and x.dim() > 0
             and x.shape[-1] == self.columns
             and x.dtype is self.dtype
@@ -63,7 +64,6 @@ class Ready:
             and weight.device == self.device
             and weight.dtype is self.dtype
             and self._same_buffers(module, weight)
-            and self.asked == _asked_for(module)
             and backend.current() == self.backend
             and current_group() is None
             and not compat.autocast_enabled(self.device.type)
@@ -83,9 +83,9 @@ class Ready:
         return found[0] is given[0] and found[1] is given[1] and found[2] is given[2]
 
 
-def _asked_for(module: QuantizedModule) -> tuple[Any, ...]:
-    """What a module's owner may change at any time and a product depends on."""
-    return module.name, module.fuse_wgrad_accumulation, module.save_original_input, module.delay_wgrad_compute
+def _asked(module: QuantizedModule) -> tuple[Any, ...]:
+    """What a module's attributes say about its calls; somebody may change them between two."""
+    return module.name, module.save_original_input, module.fuse_wgrad_accumulation, module.delay_wgrad_compute
 
 
 def of_call(

@@ -6,6 +6,7 @@ somebody's) goes on holding it, and so do those who hold its parameters.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from tejit.nn.delayed_state import PREVIOUS, STORED
 from tejit.nn.linear import Linear
 from tejit.nn.linear_function import quantized_linear
+from tejit.nn.module import _OWN as OWN
 from tejit.nn.module import _WORKSPACE as WORKSPACE
 from tejit.nn.module import QuantizedModule
 from tejit.nn.norms import LayerNorm, RMSNorm
@@ -128,8 +130,10 @@ class LinearProduct(NamedTuple):
     """A linear product of one of tejit's modules.
 
     Attributes:
-        product: its name inside of a module that has several, else None (``Recipe.for_linear``).
-        parameter: the name of its weight.
+        product: its name inside of a module that has several, else None (``Recipe.for_linear``); the groups of a
+            ``GroupedLinear`` are products of one name.
+        parameter: the name of its weight: a parameter, or a tensor that a hook makes of other parameters before each
+            forward (pruning, ``torch.nn.utils.weight_norm``).
         sizes: ``(in_features, out_features)``.
     """
 
@@ -141,13 +145,17 @@ class LinearProduct(NamedTuple):
 def linear_products(module: QuantizedModule) -> list[LinearProduct]:
     """The linear products of one of tejit's modules; empty for modules that leave them to modules below."""
     found = []
-    for parameter, weight in module._parameters.items():
-        product = parameter.removesuffix("weight").rstrip("_")
-        if weight is not None and weight.dim() == 2 and parameter.endswith("weight"):
+    for parameter, weight in (module._parameters | module._buffers | vars(module)).items():
+        is_weight = _WEIGHT.fullmatch(parameter)
+        if is_weight and isinstance(weight, Tensor) and weight.dim() == 2:
             rows, columns = weight.shape
             sizes = linear_sizes(module) or (columns, rows)
-            found.append(LinearProduct(product or None, parameter, sizes))
+            found.append(LinearProduct(is_weight[1], parameter, sizes))
     return found
+
+
+#: Names of weights: ``weight``, ``fc1_weight``, ``weight0``.
+_WEIGHT = re.compile(r"(?:(.+)_)?weight\d*")
 
 
 def twin_name(module: nn.Module) -> str:
@@ -197,7 +205,7 @@ def _forget(module: nn.Module) -> list[str]:
     ours = [name for name in module._buffers if name in STATE or name.startswith(WORKSPACE)]
     for name in ours:
         delattr(module, name)
-    return [name for name in vars(module) if name.startswith(WORKSPACE) or name == "_forward_context"]
+    return [name for name in vars(module) if name.startswith(WORKSPACE) or name in OWN]
 
 
 def obstacle_back(module: nn.Module) -> str | None:

@@ -8,6 +8,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+import torch.nn.utils.prune
 from torch import nn
 
 import tejit
@@ -163,6 +164,57 @@ def test_modules_with_several_products_are_told_by_product() -> None:
     assert out["fprop"][0] == "FP8 E4M3 x FP8 E4M3"
     modules = {p.layer: p.module for p in explanation.products}
     assert modules["mlp.fc1"] == "LayerNormMLP 1024 -> 2048"
+
+
+@pytest.mark.parametrize(("recipe", "fprop", "dgrad", "wgrad"), FORMATS, ids=[type(f[0]).__name__ for f in FORMATS])
+def test_groups_are_told_as_one(recipe, fprop, dgrad, wgrad) -> None:
+    model = nn.ModuleDict({"experts": tejit.GroupedLinear(3, 1024, 2048)})
+    model.forward = lambda x: model["experts"](x, [1, 0, 3])
+    tejit.name_modules(model)
+    explanation = tejit.explain(model, torch.randn(4, 1024), recipe=recipe)
+    assert {p.module for p in explanation.products} == {"GroupedLinear 3 x 1024 -> 2048"}
+    found = rows(explanation, "experts")
+    assert [operands for operands, *_ in found.values()] == [fprop, dgrad, wgrad]
+    assert [runs for _, runs, _ in found.values()] == ["emulated", "not run", "emulated"]
+    for weight in ("weight0", "weight1"):  # the last one trains
+        getattr(model["experts"], weight).requires_grad_(False)
+    assert rows(tejit.explain(model, torch.randn(4, 1024), recipe=recipe), "experts") == found
+    model["experts"].requires_grad_(False)
+    frozen = rows(tejit.explain(model, torch.randn(4, 1024), recipe=recipe), "experts")
+    assert frozen["wgrad"][1:] == ("not run", "the weight needs no gradient")
+
+
+@pytest.mark.parametrize("how", ["pruned", "weight_norm", "spectral_norm", "a buffer"])
+def test_weights_that_are_no_parameters_are_told_too(how) -> None:
+    model = nn.Sequential(linear())
+    if how == "pruned":
+        nn.utils.prune.l1_unstructured(model[0], "weight", 0.5)
+    elif how == "a buffer":
+        values = model[0].weight.detach()
+        del model[0].weight
+        model[0].register_buffer("weight", values)
+    else:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            getattr(nn.utils, how)(model[0])
+    found = rows(tejit.explain(model, torch.randn(4, 1024)), "0")
+    assert found["fprop"][:2] == ("FP8 E4M3 x FP8 E4M3", "emulated")
+    assert found["wgrad"][1] == ("not run" if how == "a buffer" else "emulated")
+
+
+def test_groups_are_told_as_the_recipe_has_them() -> None:
+    model = nn.ModuleDict({"experts": tejit.GroupedLinear(2, 1024, 1024)})
+    model.forward = lambda x: model["experts"](x, [1, 3])
+    tejit.name_modules(model)
+    x = torch.randn(4, 1024)
+
+    def qfactory(role):
+        return tejit.MXFP8Quantizer() if role.module_type == "grouped_linear" else None
+
+    found = rows(tejit.explain(model, x, recipe=recipes.CustomRecipe(qfactory)), "experts")
+    assert found["fprop"][0] == "MXFP8 E4M3 x MXFP8 E4M3"
+    off = rows(tejit.explain(model, x, recipe=Float8CurrentScaling(overrides=(("exp*", None),))), "experts")
+    assert off == {"fprop, dgrad, wgrad": ("float32", "high precision", "override 'exp*'")}
 
 
 @pytest.mark.parametrize("override", ["high_precision", "dequantized"])

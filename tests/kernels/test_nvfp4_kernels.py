@@ -346,7 +346,14 @@ def test_flushing_denormals_in_the_caller_changes_nothing(mode: Mode, device: st
         assert_bitwise_equal(one, other)
 
 
-@pytest.mark.parametrize("name", ["rht", "4over6 mse 16x16", "sr", "row-scaled"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "rht",
+        "row-scaled",
+        *[pytest.param(name, marks=pytest.mark.full) for name in ("4over6 mse 16x16", "sr")],  # half a minute each
+    ],
+)
 def test_the_reference_compiles_to_the_same_bytes(name: str) -> None:
     """Inductor on the CPU; a bfloat16 input and, with RHT, a rounding in between that it must not leave out."""
     mode = MODES[name]

@@ -40,12 +40,31 @@ def close(got: torch.Tensor, want: torch.Tensor, exact: bool) -> bool:
     return ((got.double() - want.double()).abs().max() <= tolerance * want.double().abs().max()).item()
 
 
+#: In the fast tier: each compiler with the kernels inside the context, and both ways to compute outside of it. What
+#: these leave out runs in the full tier.
+PLACES = [
+    pytest.param(
+        compiler,
+        dtype,
+        where,
+        how,
+        marks=() if fast else pytest.mark.full,
+        id=f"{compiler}-{short(dtype)}-{where}-{how}",
+    )
+    for compiler in ("aot_eager", "inductor")
+    for dtype in (torch.float32, torch.bfloat16)
+    for where in ("context outside", "context inside")
+    for how in ("kernels", "torch")
+    for fast in [
+        dtype == (torch.bfloat16 if how == "kernels" else torch.float32)
+        and (compiler == "aot_eager" or where == ("context inside" if how == "kernels" else "context outside"))
+    ]
+]
+
+
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("how", ["kernels", "torch"])
-@pytest.mark.parametrize("where", ["context outside", "context inside"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=short)
+@pytest.mark.parametrize(("compiler", "dtype", "where", "how"), PLACES)
 @pytest.mark.parametrize("make_recipe", [Float8CurrentScaling, Float8BlockScaling])
-@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 def test_one_graph_and_eager_s_result(compiler, make_recipe, dtype, where, how, device, need_kernels) -> None:
     """Ten steps with changing data and weights, batch sizes 4, 6, 10 marked dynamic."""
     if how == "kernels":
@@ -96,7 +115,7 @@ SMALL_BLOCKS = {
     "name",
     [
         "MXFP8",
-        "NVFP4",
+        pytest.param("NVFP4", marks=pytest.mark.full),
         "NVFP4 stochastic",
         pytest.param("MXFP8 2D", marks=pytest.mark.full),
         pytest.param("NVFP4 rows 4over6", marks=pytest.mark.full),

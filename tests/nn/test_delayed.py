@@ -402,7 +402,10 @@ def test_what_linear_can_do_besides() -> None:
         watched.backward.roll()
         watched.check(f"first {first}")
     original = tejit.Linear(31, 17, save_original_input=True)
-    with pytest.raises(ValueError, match="save_original_input=True and delayed scaling"), tejit.autocast(recipe=recipe):
+    with (
+        pytest.raises(ValueError, match="save_original_input=True and delayed scaling do not go together"),
+        tejit.autocast(recipe=recipe),
+    ):
         original(data(0))
     overridden = DelayedScaling(amax_history_len=4, backward_override="dequantized")
     before = layer._delayed_grad_scale.clone()

@@ -158,6 +158,51 @@ def test_a_plain_dict_gives_a_module_on_meta_fresh_state() -> None:
         assert_same(state(empty), state(module))
 
 
+MODULES = {
+    "Linear": lambda **how: tejit.Linear(32, 48, **how),
+    "LayerNormLinear": lambda **how: tejit.LayerNormLinear(32, 48, **how),
+    "LayerNormMLP": lambda **how: tejit.LayerNormMLP(32, 48, **how),
+    "GroupedLinear": lambda **how: tejit.GroupedLinear(3, 32, 48, **how),
+}
+
+
+@pytest.mark.parametrize(
+    ("first", "kind"),
+    [(first, kind) for first in ("a step", "calibrating", "evaluation") for kind in MODULES]
+    + [pytest.param("compiled", kind, marks=[] if kind == "Linear" else pytest.mark.full) for kind in MODULES],
+)
+def test_parameters_assigned_one_by_one_to_a_module_on_meta(first, kind) -> None:
+    """As loaders of large models do; the state follows the parameters. Oracle: the module built in place."""
+    torch._dynamo.reset()
+    module, empty = MODULES[kind](), MODULES[kind](device="meta")
+    for name, parameter in module.named_parameters():
+        setattr(empty, name, nn.Parameter(parameter.detach().clone()))
+    splits = ([2, 0, 3],) if kind == "GroupedLinear" else ()
+
+    def step(layer, run, number):
+        x = torch.randn(5, 32, generator=torch.Generator().manual_seed(number)) * (number + 1)
+        with tejit.autocast(recipe=RECIPE):
+            y = run(x, *splits)
+        y.square().sum().backward()
+        return y
+
+    for number in range(3):
+        if number == 0 and first == "calibrating":
+            for layer in (module, empty):
+                with tejit.autocast(enabled=False, recipe=RECIPE, calibrating=True):
+                    layer(torch.ones(5, 32), *splits)
+        if number == 0 and first == "evaluation":
+            for layer in (module, empty):
+                with torch.inference_mode(), tejit.autocast(recipe=RECIPE):
+                    layer(torch.ones(5, 32), *splits)
+        run = torch.compile(empty, backend="aot_eager", fullgraph=True) if first == "compiled" else empty
+        got, want = step(empty, run, number), step(module, module, number)
+        assert torch.equal(got, want)
+        assert_same(state(empty), state(module))
+    for (name, got), want in zip(empty.named_parameters(), module.parameters(), strict=True):
+        assert torch.equal(got.grad, want.grad), name
+
+
 def test_histories_of_other_lengths() -> None:
     long = DelayedScaling(amax_history_len=1500)
     module = layers()
@@ -222,6 +267,40 @@ def test_the_state_stays_float32_and_keeps_its_bits(how, device) -> None:
         getattr(module, how)()
     assert module[0].weight.dtype != torch.float32
     assert_same(state(module), before)
+
+
+def test_the_state_keeps_its_bits_where_a_conversion_fails_half_way() -> None:
+    """Oracle: the state before; and the run of a module that was not touched."""
+    module, twin = layers(), layers()
+    train(module, range(2))
+    train(twin, range(2))
+    module[0].register_buffer("late", torch.zeros(1))
+    module.zero_grad()
+
+    def fails(tensor):
+        if tensor is module[0].late:
+            raise RuntimeError("on purpose")
+        return tensor.half() if tensor is not module[0].weight and tensor is not module[0].bias else tensor
+
+    with pytest.raises(RuntimeError, match="on purpose"):
+        module._apply(fails)
+    assert_same(state(module), state(twin))
+    assert train(module, range(2, 4)) == train(twin, range(2, 4))
+
+
+def test_the_state_is_not_left_to_chance_by_to_empty(monkeypatch) -> None:
+    """Of a module that has memory: parameters are to be initialised again, and no user knows of the state."""
+    module = layers()
+    train(module, range(2))
+    before = state(module)
+    module[0]._delayed_scale.tag = "kept"
+    like = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda *args, **how: like(*args, **how).fill_(float("nan")))
+    module.to_empty(device="cpu")
+    assert module[0].weight.isnan().all()
+    assert_same(state(module), before)
+    assert not module[0]._delayed_previous_scale.isnan().any()
+    assert module[0]._delayed_scale.tag == "kept"
 
 
 @pytest.mark.gpu

@@ -118,6 +118,30 @@ def test_what_changes_is_asked_again(device, monkeypatch) -> None:
     assert questions(lambda: module(x)) == 0, "without autocast there is nothing to ask"
 
 
+@pytest.mark.filterwarnings("ignore:a recipe has overrides")
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_name_and_switches_that_come_later_count(device) -> None:
+    module, x = layer(device), input_of(device)
+    recipe = Float8CurrentScaling(overrides=(("head", None),))
+    with tejit.autocast(recipe=recipe):
+        quantized = module(x)
+        assert torch.equal(module(x), quantized)
+        tejit.name_modules(nn.ModuleDict({"head": module}))
+        assert torch.equal(module(x), nn.functional.linear(x, module.weight, module.bias))
+    module.name = "body"
+    with tejit.autocast(recipe=recipe):
+        assert torch.equal(module(x), quantized)
+        module.delay_wgrad_compute = True
+        step(module, x)
+        assert module.weight.grad is None
+        module.backward_dw()
+        assert module.weight.grad is not None
+        module.delay_wgrad_compute, module.fuse_wgrad_accumulation = False, True
+        module.weight.main_grad = torch.zeros(16, 32, device=device)
+        step(module, x)
+        assert module.weight.main_grad.any()
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_parameter_whose_buffers_changed_is_read_again(device) -> None:
     module, x = layer(device, quantized=True), input_of(device)

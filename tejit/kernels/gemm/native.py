@@ -101,7 +101,7 @@ def _tensors(a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None
         use_fast_accum=fast_accum,
     )
     if not whole:
-        out = out[:, :n]
+        out = cut(out, out.shape[0], n)
     return out if added is None else rounded(out + added.to(torch.float32), out_dtype)
 
 
