@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from .errors import ToolchainError
 
 MARKER = "TEJIT_SOURCES"
-_INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*[<"]([^">\n]+)[">]', re.MULTILINE)
+# From the mark on, which is found quickly; whether it begins its line is looked at after.
+_INCLUDE = re.compile(rb'#[ \t]*include[ \t]*[<"]([^">\n]+)[">]')
 
 
 def default_root() -> str:
@@ -58,7 +59,7 @@ def collect(root: str, unit: str) -> SourceSet:
         ToolchainError: the unit is not there; the installation is broken.
     """
     read: dict[str, bytes] = {}
-    known: dict[str, bool] = {}  # whether a name is a file: headers are included many times over
+    known: dict[tuple[str, bytes], str | None] = {}  # headers are included many times over
     waiting = [unit]
     while waiting:
         name = waiting.pop()
@@ -73,17 +74,25 @@ def collect(root: str, unit: str) -> SourceSet:
         read[name] = data
         beside = os.path.dirname(name)
         for match in _INCLUDE.finditer(data):
-            target = match[1].decode("utf-8", "replace")
-            for candidate in (os.path.join(beside, target), target):
-                candidate = os.path.normpath(candidate).replace(os.sep, "/")
-                if candidate.startswith("../"):
-                    continue
-                if candidate not in known:
-                    known[candidate] = os.path.isfile(os.path.join(root, candidate))
-                if known[candidate]:
-                    waiting.append(candidate)
-                    break
+            if data[data.rfind(b"\n", 0, match.start()) + 1 : match.start()].strip(b" \t"):
+                continue
+            target = (beside, match[1])
+            if target not in known:
+                known[target] = _found(root, *target)
+            found = known[target]
+            if found is not None:
+                waiting.append(found)
     return SourceSet(unit, tuple(sorted(read.items())))
+
+
+def _found(root: str, beside: str, target: bytes) -> str | None:
+    """The name below `root` of what a file in the folder `beside` includes as `target`; None where it is not ours."""
+    name = target.decode("utf-8", "replace")
+    for candidate in (os.path.join(beside, name), name):
+        candidate = os.path.normpath(candidate).replace(os.sep, "/")
+        if not candidate.startswith("../") and os.path.isfile(os.path.join(root, candidate)):
+            return candidate
+    return None
 
 
 def _read(root: str, name: str) -> bytes | None:
