@@ -6,43 +6,46 @@ where that is not possible the same numerics run in plain torch.
 
 from typing import TYPE_CHECKING
 
-from tejit import compat, dynamo, jit, ops, recipe
-from tejit.convert import convert
-from tejit.formats import (
-    Float8BlockQuantizer,
-    Float8BlockwiseQTensor,
-    Float8BlockwiseQTensorStorage,
-    Float8CurrentScalingQuantizer,
-    Float8Quantizer,
-    Float8Tensor,
-    Float8TensorStorage,
-    HybridQuantizedTensor,
-    HybridQuantizedTensorStorage,
-    HybridQuantizer,
-    IdentityQuantizer,
-    IdentityTensor,
-    IdentityTensorStorage,
-    MXFP8Quantizer,
-    MXFP8Tensor,
-    MXFP8TensorStorage,
-    NVFP4Quantizer,
-    NVFP4Tensor,
-    NVFP4TensorStorage,
-)
-from tejit.jit import CacheError, CompileError, KernelNotCached, TejitError, ToolchainError, warm
-from tejit.kernels import library as _ops  # noqa: F401 - registers the ops
-from tejit.kernels.backend import DEFAULT as _BACKEND
-from tejit.kernels.backend import backend
-from tejit.nn import LayerNorm, Linear, RMSNorm, name_modules, plain_state_dict
-from tejit.recipe import (
-    autocast,
-    is_fp8_available,
-    is_fp8_block_scaling_available,
-    is_mxfp8_available,
-    is_nvfp4_available,
-    quantized_model_init,
-)
-from tejit.tensor import InnerTensor, QuantizedTensor, QuantizedTensorStorage, Quantizer
+from tejit import compat
+
+with compat.collecting_later():
+    from tejit import dynamo, jit, ops, recipe
+    from tejit.convert import convert
+    from tejit.formats import (
+        Float8BlockQuantizer,
+        Float8BlockwiseQTensor,
+        Float8BlockwiseQTensorStorage,
+        Float8CurrentScalingQuantizer,
+        Float8Quantizer,
+        Float8Tensor,
+        Float8TensorStorage,
+        HybridQuantizedTensor,
+        HybridQuantizedTensorStorage,
+        HybridQuantizer,
+        IdentityQuantizer,
+        IdentityTensor,
+        IdentityTensorStorage,
+        MXFP8Quantizer,
+        MXFP8Tensor,
+        MXFP8TensorStorage,
+        NVFP4Quantizer,
+        NVFP4Tensor,
+        NVFP4TensorStorage,
+    )
+    from tejit.jit import CacheError, CompileError, KernelNotCached, TejitError, ToolchainError, warm
+    from tejit.kernels import library as _ops  # noqa: F401 - registers the ops
+    from tejit.kernels.backend import DEFAULT as _BACKEND
+    from tejit.kernels.backend import backend
+    from tejit.nn import LayerNorm, Linear, RMSNorm, name_modules, plain_state_dict
+    from tejit.recipe import (
+        autocast,
+        is_fp8_available,
+        is_fp8_block_scaling_available,
+        is_mxfp8_available,
+        is_nvfp4_available,
+        quantized_model_init,
+    )
+    from tejit.tensor import InnerTensor, QuantizedTensor, QuantizedTensorStorage, Quantizer
 
 if TYPE_CHECKING:
     from tejit.inspect.explain import explain
