@@ -10,6 +10,7 @@
 
 #define TEJIT_FUSED_KERNELS(X)                                                                           \
   X(tejit_norm_rows_bf16, norm::rows, norm::RowsShape, tejit::norm::RowsArgs)                            \
+  X(tejit_norm_statistics_bf16, norm::only_statistics, norm::StatisticsShape, tejit::norm::RowsArgs)     \
   X(tejit_norm_rows_any, norm::rows_any, norm::AnyRowsShape, tejit::norm::RowsArgs)                      \
   X(tejit_norm_fp8_rows, norm::fp8_rows, norm::RowsShape, tejit::fused::CastRows<tejit::norm::RowsArgs>) \
   X(tejit_activation_rows_bf16, activation::rows, activation::RowsShape, tejit::activation::RowsArgs)    \

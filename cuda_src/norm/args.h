@@ -37,8 +37,13 @@ static_assert(sizeof(RowsArgs) == 104 && sizeof(fused::CastRows<RowsArgs>) == 20
 // again.
 struct RowsShape {
   static constexpr int kThreads = norm::kThreads;
-  static constexpr int kBlocksPerSM = 3;
+  static constexpr int kBlocksPerSM = 2;
   static constexpr int kHeld = 4;
+};
+
+// Where only the statistics are wanted there is no gamma and no beta to keep.
+struct StatisticsShape : RowsShape {
+  static constexpr int kBlocksPerSM = 3;
 };
 
 struct AnyRowsShape {

@@ -40,7 +40,12 @@ inline unsigned rows_blocks(const Launcher& launch, const RowsArgs& args) {
 }
 
 inline void launch_rows(const Launcher& launch, const RowsArgs& args) {
-  launch(tuned(args) ? kNames.rows : kNames.rows_any, rows_blocks(launch, args), kThreads, args);
+  if (tuned(args) && args.y == nullptr && args.partial == nullptr) {
+    launch("tejit_norm_statistics_bf16", launch.blocks(args.out_rows, StatisticsShape::kBlocksPerSM),
+           kThreads, args);
+  } else {
+    launch(tuned(args) ? kNames.rows : kNames.rows_any, rows_blocks(launch, args), kThreads, args);
+  }
 }
 
 // Whether a cast in tiles needs the kernel over the rows before it: for the statistics it does.

@@ -66,22 +66,31 @@ TEJIT_DEVICE uint4 packed(const float (&f)[8]) {
                     bf16x2_of(f[6], f[7]));
 }
 
-template <bool kCast>
+// What a kernel over rows makes beside their statistics.
+enum class Makes { kNothing, kNorm, kCast };
+
+template <Makes kMakes>
 struct NormRows {
   static constexpr int kHeld = RowsShape::kHeld;
+  static constexpr bool kNormalises = kMakes != Makes::kNothing;
 
   const RowsArgs& args;
   const fp8::CastArgs* const cast;
   const int vectors;  // of a row, from the thread's first on: it has every kThreads-th
-  const bool only_statistics;
   float scale = 0.0f;
   u32 m = 0;
+  Affine affine[kNormalises ? kHeld : 1];
 
   TEJIT_DEVICE NormRows(const RowsArgs& a, const fp8::CastArgs* c)
-      : args(a),
-        cast(c),
-        vectors(static_cast<int>(a.cols / 8) - static_cast<int>(threadIdx.x)),
-        only_statistics(!kCast && a.y == nullptr && a.partial == nullptr) {}
+      : args(a), cast(c), vectors(static_cast<int>(a.cols / 8) - static_cast<int>(threadIdx.x)) {
+    if constexpr (kNormalises) {
+#pragma unroll
+      for (int c = 0; c < kHeld; ++c) {
+        affine[c] = {};
+        if (has(c)) load_affine(args.parameters, column(c), affine[c]);
+      }
+    }
+  }
 
   TEJIT_DEVICE bool has(int c) const { return c * kThreads < vectors; }
   TEJIT_DEVICE static int column(int c) { return c * kSums + static_cast<int>(threadIdx.x) * 8; }
@@ -101,7 +110,7 @@ struct NormRows {
   TEJIT_DEVICE void put(i64 row, int c, uint4 y) {
     m = BF16::amax_step(m, y);
     const i64 to = row * args.cols + column(c);
-    if constexpr (kCast) {
+    if constexpr (kMakes == Makes::kCast) {
       u32 word[2];
       fp8::encode_vector<BF16>(y, scale, cast->fp8 != 0, word);
       store8<Store::kStream>(cast->row + to, word[0], word[1]);
@@ -149,24 +158,21 @@ struct NormRows {
       each_other(row, from, [&](const float (&d)[8], int) { add_squares(s, d); });
     };
     statistics(args, row, scratch, values, squares, mean, rstd);
-    if (only_statistics) return;
-    // Gamma and beta come from L1 for every row: in registers they would leave room for two blocks only.
+    if constexpr (kNormalises) {
 #pragma unroll
-    for (int c = 0; c < kHeld; ++c) {
-      if (!has(c)) continue;
-      Affine own;
-      load_affine(args.parameters, column(c), own);
+      for (int c = 0; c < kHeld; ++c) {
 #pragma unroll
-      for (int j = 0; j < 8; ++j) f[c][j] = scaled(f[c][j], rstd, own.gamma[j], own.beta[j]);
-      put(row, c, packed(f[c]));
+        for (int j = 0; j < 8; ++j) f[c][j] = scaled(f[c][j], rstd, affine[c].gamma[j], affine[c].beta[j]);
+        if (has(c)) put(row, c, packed(f[c]));
+      }
+      each_other(row, mean, [&](float (&d)[8], int c) {
+        Affine other;
+        load_affine(args.parameters, column(c), other);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) d[j] = scaled(d[j], rstd, other.gamma[j], other.beta[j]);
+        put(row, c, packed(d));
+      });
     }
-    each_other(row, mean, [&](float (&d)[8], int c) {
-      Affine other;
-      load_affine(args.parameters, column(c), other);
-#pragma unroll
-      for (int j = 0; j < 8; ++j) d[j] = scaled(d[j], rstd, other.gamma[j], other.beta[j]);
-      put(row, c, packed(d));
-    });
   }
 
   // From the last row to the first: the kernel after this one goes forwards, and finds in L2 what was read
@@ -182,7 +188,7 @@ struct NormRows {
       load(next, ahead);
       if (row < args.rows) {
         one_row(row, v, scratch);
-      } else {
+      } else if constexpr (kNormalises) {
 #pragma unroll 1
         for (int c = 0; has(c); ++c) put(row, c, make_uint4(0, 0, 0, 0));
       }
@@ -193,12 +199,13 @@ struct NormRows {
   }
 };
 
-template <bool kCast>
+template <Makes kMakes>
 TEJIT_DEVICE void norm_rows(const RowsArgs& args, const fp8::CastArgs* cast) {
+  constexpr bool kCast = kMakes == Makes::kCast;
   __shared__ Scratch scratch;
   __shared__ u32 maxima[32];
   if constexpr (!kCast) allow_next_kernel();
-  NormRows<kCast> norm(args, cast);
+  NormRows<kMakes> norm(args, cast);
   u32 so_far = 0;
   if constexpr (kCast) {
     norm.scale = fp8::scale_of_block<RowsShape::kThreads>(*cast);
@@ -214,11 +221,15 @@ TEJIT_DEVICE void norm_rows(const RowsArgs& args, const fp8::CastArgs* cast) {
 }
 
 TEJIT_DEVICE void rows(const RowsArgs& args) {
-  norm_rows<false>(args, nullptr);
+  norm_rows<Makes::kNorm>(args, nullptr);
+}
+
+TEJIT_DEVICE void only_statistics(const RowsArgs& args) {
+  norm_rows<Makes::kNothing>(args, nullptr);
 }
 
 TEJIT_DEVICE void fp8_rows(const fused::CastRows<RowsArgs>& args) {
-  norm_rows<true>(args.rows, &args.cast);
+  norm_rows<Makes::kCast>(args.rows, &args.cast);
 }
 
 // --- any dtype at any address ---
