@@ -5,7 +5,7 @@ import torch
 import torch._dynamo.testing
 
 import tejit
-from tejit import Float8CurrentScalingQuantizer, Quantizer, ops
+from tejit import Float8CurrentScalingQuantizer, NVFP4Quantizer, Quantizer, ops
 from tejit.dynamo import TensorSpec
 from tejit.ops import schema
 from tests.common import assert_bitwise_equal, poisoned_memory
@@ -164,3 +164,15 @@ def test_the_backend_decides_how_the_op_computes(how, need_kernels) -> None:
     with tejit.backend(how):
         for got, want in zip(ops.quantize(x, QUANTIZERS["hybrid"]), own_inner(QUANTIZERS["hybrid"], x), strict=True):
             assert_bitwise_equal(got, want)
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
+def test_stochastic_rounding_draws_at_each_call_in_one_graph(compiler) -> None:
+    """Equal calls are not made one, and a graph that runs again draws again."""
+    torch._dynamo.reset()
+    q, x = NVFP4Quantizer(stochastic_rounding=True), torch.randn(32, 64)
+    run = torch.compile(lambda x: (ops.fake_quantize(x, q), ops.fake_quantize(x, q)), backend=compiler, fullgraph=True)
+    drawn = [*run(x), *run(x)]
+    for index, values in enumerate(drawn):
+        assert not any(torch.equal(values, other) for other in drawn[:index])
+        assert (values - x).norm() < 0.3 * x.norm()
