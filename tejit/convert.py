@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
-from tejit.nn import init, name_modules, twins
+from tejit.nn import init, name_modules
 from tejit.nn.module import QuantizedModule
 from tejit.nn.naming import Named
 from tejit.recipe import Recipe, default_recipe
-from tejit.recipe.gain import too_small_to_gain
 from tejit.recipe.model_init import current_model_init, quantized_model_init
 from tejit.tensor import QuantizedTensor, Quantizer
 from tejit.tensor.attached import carry
@@ -85,18 +84,18 @@ def convert(
 
 
 def _forth(root: nn.Module, recipe: Recipe, filter_fn: Filter | None) -> None:
-    candidates = [(name, m) for name, m in root.named_modules() if twins.twin_of(m) and not twins.is_ours(m)]
+    candidates = [(name, m) for name, m in root.named_modules() if _twins().twin_of(m) and not _twins().is_ours(m)]
     kept, small = {}, {}
     for name, module in candidates:
         if filter_fn is not None and not filter_fn(module, name):
             continue
-        obstacle = twins.obstacle(module)
+        obstacle = _twins().obstacle(module)
         if obstacle is not None:
             kept[name] = obstacle
         elif filter_fn is None and (reason := too_small(module, name, recipe)):
             small[name] = reason
         else:
-            twins.to_ours(module)
+            _twins().to_ours(module)
     name_modules(root)
     for module in root.modules():
         if isinstance(module, QuantizedModule):
@@ -111,9 +110,18 @@ def _forth(root: nn.Module, recipe: Recipe, filter_fn: Filter | None) -> None:
         )
 
 
+def _twins() -> Any:
+    """The pairs of modules, which only a conversion needs."""
+    from tejit.nn import twins
+
+    return twins
+
+
 def too_small(module: nn.Module, name: str, recipe: Recipe) -> str | None:
     """Why a linear layer of torch's gains nothing under ``recipe``; None for a layer that may, and for norms."""
-    sizes = twins.linear_sizes(module)
+    from tejit.recipe.gain import too_small_to_gain
+
+    sizes = _twins().linear_sizes(module)
     return None if sizes is None else too_small_to_gain(recipe.for_linear(name or None), *sizes)
 
 
@@ -129,13 +137,13 @@ def _quantize(root: nn.Module, recipe: Recipe, filter_fn: Filter | None) -> None
     ]
     torn = _of_several_formats([module for _, module in chosen], recipe)
     for name, module in chosen:
-        if isinstance(module, twins.TransposedLinear):
+        if isinstance(module, _twins().TransposedLinear):
             kept[name] = "its weight is stored transposed"
             continue
         before = dict(module._parameters)
         if any(id(parameter) in torn for parameter in before.values()):
             kept[name] = "it is tied to one for which the recipe has another format"
-        linear = twins.linear_products(module)
+        linear = _twins().linear_products(module)
         if any(each.parameter not in before for each in linear):
             kept[name] = "it is no parameter: a hook makes it, or it is a buffer"
         done = {parameter: became[id(old)][1] for parameter, old in before.items() if id(old) in became}
@@ -165,7 +173,7 @@ def _of_several_formats(modules: list[QuantizedModule], recipe: Recipe) -> set[i
     """The ids of tied weights that no single format would let all of their layers use."""
     formats: dict[int, set[Quantizer]] = {}
     for module in modules:
-        for each in twins.linear_products(module):
+        for each in _twins().linear_products(module):
             quantizers = recipe.for_linear(module.name, each.product, module._module_type)
             if quantizers is not None:
                 quantizer = init.weight_quantizer(module, quantizers, each.parameter)
@@ -202,14 +210,14 @@ def _back(root: nn.Module, filter_fn: Filter | None) -> None:
     for name, module in ours:
         if filter_fn is not None and not filter_fn(module, name):
             continue
-        obstacle = twins.obstacle_back(module)
+        obstacle = _twins().obstacle_back(module)
         if obstacle is not None:
             kept[name] = obstacle
         else:
             turned.append(module)
     _dequantize(root, turned)
     for module in turned:
-        twins.to_torch(module)
+        _twins().to_torch(module)
     if kept:
         _warn(f'tejit.convert(recipe="none") left {len(kept)} of {len(ours)} layers as they are: ', kept)
 

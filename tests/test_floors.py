@@ -45,6 +45,8 @@ LAZY = {
     ("tejit.jit.toolchain", "glob"): "the search for tools happens on a miss only",
     ("tejit.jit.build", "platform"): "only a manifest tells the machine",
     ("tejit.jit.info", "importlib.metadata"): "only a report tells versions",
+    ("tejit.convert", "tejit.nn.twins"): "only a conversion needs the pairs of modules",
+    ("tejit.convert", "tejit.recipe.gain"): "only a conversion asks what is too small",
     ("tejit.inspect.info", "tejit.jit.info"): "brings the builder along, which only a report needs",
     ("tejit.inspect.table", "html"): "tables of names, for notebooks only",
     ("tejit.compat", "torch"): "private places that another torch may lack are looked up where they are used",

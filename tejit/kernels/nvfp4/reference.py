@@ -8,6 +8,8 @@ padding, NaN and inf.
 
 from __future__ import annotations
 
+import struct
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -35,7 +37,7 @@ NONE, MAE, MSE = 0, 1, 2  # what `four_over_six` may be
 #: Bytes and scales of both directions, then the two amaxes.
 Six = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
-_SIXTH = torch.tensor(1.0).div(torch.tensor(E2M1.max)).item()  # float32(1/6)
+_SIXTH = struct.unpack("f", struct.pack("f", 1 / E2M1.max))[0]  # float32(1/6), without a tensor at import
 
 
 # -- shapes -----------------------------------------------------------------------------------------------------
