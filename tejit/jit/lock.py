@@ -16,7 +16,7 @@ from .roots import Root, distrust, own_temporary
 from .settings import Settings
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True)
 class Owner:
     """Who holds a lock."""
 

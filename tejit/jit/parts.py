@@ -41,7 +41,7 @@ _HOST_FLAGS = (
 _DEVICE_FLAGS = ("-O3", "-std=c++17")
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True)
 class Part:
     """What is built, cached and loaded on its own: the host part, or the kernels of one architecture."""
 

@@ -17,7 +17,7 @@ LAYOUT = "v1"
 CHOOSE = "set TEJIT_CACHE_DIR to a directory of your own on a disk that programs may be loaded from"
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True)
 class Root:
     """A directory that holds, or could hold, cache entries."""
 

@@ -24,7 +24,7 @@ def default_root() -> str:
     return os.path.join(package, "_cuda_src")
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True)
 class SourceSet:
     """A unit and all files it includes from the sources root.
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tejit.formats import IdentityQuantizer
-from tejit.kernels.gemm import gemm
+from tejit.kernels.gemm import Operand, gemm
 from tejit.kernels.padding import cut, padded
 from tejit.recipe import DelayedState, LinearQuantizers
 from tejit.tensor import Quantizer
@@ -209,14 +209,9 @@ def fprop(
     multiple = quantizers.alignment
     if bias is not None and multiple != 1:
         bias = padded(bias.reshape(1, -1), 1, multiple).reshape(-1)
-    out = gemm(
-        quantizers.input.rowwise.rowwise_operand(x_inner),
-        quantizers.weight.rowwise.rowwise_operand(w_inner),
-        dtype,
-        bias,
-        quantizers.fast_accum_fprop,
-    )
-    return out if multiple == 1 else cut(out, rows, columns)
+    a = quantizers.input.rowwise.rowwise_operand(x_inner)
+    b = quantizers.weight.rowwise.rowwise_operand(w_inner)
+    return _cut_gemm(quantizers, a, b, dtype, bias, quantizers.fast_accum_fprop, rows, columns)
 
 
 def dgrad(plan: Plan, g_inner: Inner, w_inner: Inner, dtype: torch.dtype, rows: int, columns: int) -> Tensor:
@@ -224,14 +219,9 @@ def dgrad(plan: Plan, g_inner: Inner, w_inner: Inner, dtype: torch.dtype, rows: 
     quantizers = plan.quantizers
     if quantizers.backward_override is not None:
         return gemm(_PLAIN.rowwise_operand(g_inner), _PLAIN.columnwise_operand(w_inner), dtype)
-    out = gemm(
-        quantizers.grad_output.rowwise.rowwise_operand(g_inner),
-        quantizers.weight.columnwise.columnwise_operand(w_inner),
-        dtype,
-        None,
-        quantizers.fast_accum_dgrad,
-    )
-    return out if quantizers.alignment == 1 else cut(out, rows, columns)
+    a = quantizers.grad_output.rowwise.rowwise_operand(g_inner)
+    b = quantizers.weight.columnwise.columnwise_operand(w_inner)
+    return _cut_gemm(quantizers, a, b, dtype, None, quantizers.fast_accum_dgrad, rows, columns)
 
 
 def wgrad(plan: Plan, g_inner: Inner, x_inner: Inner, dtype: torch.dtype, rows: int, columns: int) -> Tensor:
@@ -239,11 +229,21 @@ def wgrad(plan: Plan, g_inner: Inner, x_inner: Inner, dtype: torch.dtype, rows: 
     quantizers = plan.quantizers
     if quantizers.backward_override is not None:
         return gemm(_PLAIN.columnwise_operand(g_inner), _PLAIN.columnwise_operand(x_inner), dtype)
-    out = gemm(
-        quantizers.grad_output.columnwise.columnwise_operand(g_inner),
-        quantizers.input.columnwise.columnwise_operand(x_inner),
-        dtype,
-        None,
-        quantizers.fast_accum_wgrad,
-    )
+    a = quantizers.grad_output.columnwise.columnwise_operand(g_inner)
+    b = quantizers.input.columnwise.columnwise_operand(x_inner)
+    return _cut_gemm(quantizers, a, b, dtype, None, quantizers.fast_accum_wgrad, rows, columns)
+
+
+def _cut_gemm(
+    quantizers: LinearQuantizers,
+    a: Operand,
+    b: Operand,
+    dtype: torch.dtype,
+    bias: Tensor | None,
+    fast_accum: bool,
+    rows: int,
+    columns: int,
+) -> Tensor:
+    """``a @ b.T + bias`` without what the operands were padded by."""
+    out = gemm(a, b, dtype, bias, fast_accum)
     return out if quantizers.alignment == 1 else cut(out, rows, columns)
