@@ -10,17 +10,6 @@
 namespace tejit {
 namespace activation {
 
-inline constexpr fused::Names kNames = {"tejit_activation_rows_bf16", "tejit_activation_rows_any",
-                                        "tejit_activation_fp8_rows"};
-
-inline const fused::Names& names_of(const RowsArgs&) {
-  return kNames;
-}
-
-inline unsigned threads_of(const RowsArgs&) {
-  return RowsShape::kThreads;
-}
-
 inline fused::Source source_of(const RowsArgs& rows) {
   const void* gate = rows.gated ? static_cast<const char*>(rows.x) + rows.cols * 2 : nullptr;
   return {{}, nullptr, nullptr, gate, rows.rows, rows.pitch, rows.kind, 0};
@@ -42,7 +31,15 @@ inline unsigned rows_blocks(const Launcher& launch, const RowsArgs& args) {
 }
 
 inline void launch_rows(const Launcher& launch, const RowsArgs& args) {
-  launch(tuned(args) ? kNames.rows : kNames.rows_any, rows_blocks(launch, args), RowsShape::kThreads, args);
+  launch(tuned(args) ? "tejit_activation_rows_bf16" : "tejit_activation_rows_any", rows_blocks(launch, args),
+         RowsShape::kThreads, args);
+}
+
+// FP8 in x's order.
+inline void launch_fp8_rows(const Launcher& launch, const RowsArgs& rows, const fp8::CastArgs& cast,
+                            bool follows) {
+  launch("tejit_activation_fp8_rows", rows_blocks(launch, rows), RowsShape::kThreads,
+         fused::CastRows<RowsArgs>{rows, cast}, follows);
 }
 
 }  // namespace activation

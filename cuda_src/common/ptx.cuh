@@ -26,6 +26,12 @@ TEJIT_DEVICE u64 evict_first_policy() {
   return policy;
 }
 
+TEJIT_DEVICE u64 evict_normal_policy() {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
 // Volatile only to keep the order in which the kernels issue them: several loads first, then the first use.
 template <Load kLoad>
 TEJIT_DEVICE uint4 load16(const void* p) {
@@ -196,6 +202,51 @@ TEJIT_DEVICE void copy16(void* shared, const void* global, bool there, u64 polic
                    static_cast<u32>(__cvta_generic_to_shared(shared))),
                "l"(global), "r"(there ? 16 : 0), "l"(policy)
                : "memory");
+}
+
+// The address of a thread's part of shared memory. As a number and not as a pointer it stays in a register;
+// of a pointer the compiler makes it anew at every use.
+TEJIT_DEVICE u32 shared_address(const void* p) {
+  u32 address = static_cast<u32>(__cvta_generic_to_shared(p));
+  asm volatile("" : "+r"(address));
+  return address;
+}
+
+TEJIT_DEVICE void copy16(u32 shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
+}
+
+TEJIT_DEVICE void copy16(u32 shared, const void* global, u64 policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
+               "l"(policy)
+               : "memory");
+}
+
+// Volatile keeps it behind wait_for_copies.
+TEJIT_DEVICE uint4 load16_shared(u32 address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+
+TEJIT_DEVICE void store4_shared(u32 address, u32 v) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
+}
+
+// The same value, of which the compiler does not know how it came about, and which it thus keeps in a
+// register instead of making it anew at every use.
+template <typename T>
+TEJIT_DEVICE T* kept(T* p) {
+  asm volatile("" : "+l"(p));
+  return p;
+}
+
+TEJIT_DEVICE int kept(int i) {
+  asm volatile("" : "+r"(i));
+  return i;
 }
 
 // The line at an address to L2, for a load that comes later.

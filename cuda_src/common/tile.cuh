@@ -184,15 +184,22 @@ struct Tile {
     if constexpr (T::kFused) {
       constexpr int kQuadsHere = 32 / Plan::kLanes, kRowsHere = kQuadsHere * 4;  // of a warp, in a step
       static_assert(kSteps * kRowsHere <= 32, "a thread for each row of a warp");
-      wait_for_previous_kernel();
       const int rows = x_rows_left_here(p), in_warp = threadIdx.x % 32;
+      wait_for_previous_kernel();
       const i64 own = row0(p) + in_warp / kRowsHere * (kQuadStep * 4) + threadIdx.x / 32 * kRowsHere +
                       in_warp % kRowsHere;
-      const auto shared = type.row(own, in_warp < kSteps * kRowsHere);
-      const auto columns = type.columns(col0(p) + lane * kPer, rows > 0);
+      auto shared = type.row(own, in_warp < kSteps * kRowsHere);
+      auto columns = type.columns(col0(p) + lane * kPer, rows > 0);
+      type.settle(shared, columns);
+      const auto knows = [&](int s, int r) { return s * kRowsHere + quad % kQuadsHere * 4 + r; };
+      if (T::kAsksOnce && type.is_norm() && __all_sync(0xffffffffu, rows > kReach)) {
+        each_vector(
+            [&](int s, int r, int) { v[s][r] = type.normalised(v[s][r], shared, knows(s, r), columns); });
+        return;
+      }
       each_vector([&](int s, int r, int row) {
-        v[s][r] = type.finish(v[s][r], shared, s * kRowsHere + quad % kQuadsHere * 4 + r, columns,
-                              row0(p) + quad * 4 + row, col0(p) + lane * kPer, row < rows);
+        v[s][r] = type.finish(v[s][r], shared, knows(s, r), columns, row0(p) + quad * 4 + row,
+                              col0(p) + lane * kPer, row < rows);
       });
     } else {
       if (wide_x) each_vector([&](int s, int r, int) { v[s][r] = type.settled(v[s][r]); });

@@ -68,16 +68,16 @@ struct Norm {
 
 namespace detail {
 
-// Of f(x) over a row of n elements.
-template <typename F>
-inline float sum_of_row(const float* x, int64_t n, const F& f) {
+// Over a row of n elements; add(s, x) is s with one more of them.
+template <typename Add>
+inline float sum_of_row(const float* x, int64_t n, const Add& add) {
   constexpr int64_t sums = norm::kSums;
   alignas(64) float s[sums] = {};
   int64_t i = 0;
   for (; i + sums <= n; i += sums) {
-    for (int64_t j = 0; j < sums; ++j) s[j] += f(x[i + j]);
+    for (int64_t j = 0; j < sums; ++j) s[j] = add(s[j], x[i + j]);
   }
-  for (int64_t j = 0; j < n - i; ++j) s[j] += f(x[i + j]);
+  for (int64_t j = 0; j < n - i; ++j) s[j] = add(s[j], x[i + j]);
   const auto halve = [](float* e, int64_t n) {
     for (int64_t stride = n / 2; stride > 0; stride /= 2) {
       for (int64_t i = 0; i < stride; ++i) e[i] += e[i + stride];
@@ -94,16 +94,19 @@ TEJIT_NOINLINE inline void norm_row(const Norm& job, int64_t row, float* values)
   const float count = static_cast<float>(n);
   widen(job.x, job.in, row * n, n, values);
   float mean = 0.0f;
-  if (job.mean) mean = sum_of_row(values, n, [](float v) { return v; }) / count;
-  const float squares = sum_of_row(values, n, [mean](float v) { return (v - mean) * (v - mean); });
+  if (job.mean) mean = sum_of_row(values, n, [](float s, float v) { return s + v; }) / count;
+  const float squares =
+      sum_of_row(values, n, [mean](float s, float v) { return std::fma(v - mean, v - mean, s); });
   const float rstd = 1.0f / std::sqrt(squares / count + job.eps);
   if (job.mean) job.mean[row] = mean;
   job.rstd[row] = rstd;
-  for (int64_t i = 0; i < n; ++i) values[i] = (values[i] - mean) * rstd;
-  if (job.gamma) {
+  const float shift = mean == 0.0f ? -0.0f : -(mean * rstd);
+  for (int64_t i = 0; i < n; ++i) values[i] = std::fma(values[i], rstd, shift);
+  if (job.gamma && job.beta) {
+    for (int64_t i = 0; i < n; ++i) values[i] = std::fma(values[i], job.gamma[i], job.beta[i]);
+  } else if (job.gamma) {
     for (int64_t i = 0; i < n; ++i) values[i] *= job.gamma[i];
-  }
-  if (job.beta) {
+  } else if (job.beta) {
     for (int64_t i = 0; i < n; ++i) values[i] += job.beta[i];
   }
   narrow(values, job.in, row * n, n, job.y);

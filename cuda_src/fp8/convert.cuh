@@ -72,13 +72,26 @@ TEJIT_DEVICE void encode_words(const float* f, Type e5m2, u32 (&word)[kWords]) {
     word[w] = encode2(f[0], f[1], e5m2) | (encode2(f[2], f[3], e5m2) << 16);
 }
 
-// The bytes of a vector, times one scale or a scale for each element: a word of four for each four elements.
 template <typename T, typename Scale>
-TEJIT_DEVICE void encode_vector(uint4 v, const Scale& scale, bool e5m2, u32 (&word)[T::kPerVector / 4]) {
-  float f[T::kPerVector];
+TEJIT_DEVICE void scale_vector(uint4 v, const Scale& scale, float (&f)[T::kPerVector]) {
   T::widen(v, f);
 #pragma unroll
   for (int i = 0; i < T::kPerVector; ++i) f[i] = __fmul_rn(f[i], scale_at(scale, i));
+}
+
+// The bytes of a vector, times one scale or a scale for each element: a word of four for each four elements.
+template <typename T, typename Scale, bool kE5M2>
+TEJIT_DEVICE void encode_vector(uint4 v, const Scale& scale, Known<kE5M2> e5m2,
+                                u32 (&word)[T::kPerVector / 4]) {
+  float f[T::kPerVector];
+  scale_vector<T>(v, scale, f);
+  encode_words(f, e5m2, word);
+}
+
+template <typename T, typename Scale>
+TEJIT_DEVICE void encode_vector(uint4 v, const Scale& scale, bool e5m2, u32 (&word)[T::kPerVector / 4]) {
+  float f[T::kPerVector];
+  scale_vector<T>(v, scale, f);
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
   if (e5m2) {
     encode_words(f, Known<true>(), word);

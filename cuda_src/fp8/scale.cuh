@@ -29,9 +29,10 @@ TEJIT_DEVICE float reciprocal(float scale) {
   return __fdiv_rn(1.0f, scale);
 }
 
-// The scale that is given; or every block finds it for itself: a few kilobytes from L2, instead of one more
-// launch. Call it once a kernel, from all threads, after the first loads of x were issued.
-template <int kThreads>
+// The scale that is given; or every block, or every warp, finds it for itself: a few kilobytes from L2,
+// instead of one more launch. A block loads each maximum once but has a barrier, for which all warps wait
+// that have more to load. Call it once a kernel, from all threads, after the first loads of x were issued.
+template <int kThreads, bool kByWarp = false>
 TEJIT_DEVICE float scale_of_block(const CastArgs& args) {
   __shared__ u32 scratch[32];
   wait_for_previous_kernel();
@@ -43,11 +44,12 @@ TEJIT_DEVICE float scale_of_block(const CastArgs& args) {
     if (args.amax_count == 1) {
       amax = load_shared_value(args.amax);  // a caller's own amax may be NaN, which a maximum would lose
     } else {
+      constexpr int kTogether = kByWarp ? 32 : kThreads;
       float m = 0.0f;
-#pragma unroll 2
-      for (int i = threadIdx.x; i < args.amax_count; i += kThreads)
+#pragma unroll(kByWarp ? 8 : 2)
+      for (int i = threadIdx.x % kTogether; i < args.amax_count; i += kTogether)
         m = fmaxf(m, load_shared_value(args.amax + i));
-      amax = block_max<kThreads>(m, scratch);
+      amax = block_max<kTogether>(m, scratch);
     }
     scale = scale_from_amax(amax, largest(args.fp8 != 0), args.pow2 != 0, args.eps);
   }

@@ -10,13 +10,6 @@
 namespace tejit {
 namespace fused {
 
-// The kernels that go over x by rows.
-struct Names {
-  const char* rows;
-  const char* rows_any;
-  const char* fp8_rows;
-};
-
 inline bool aligned(const void* p) {
   return reinterpret_cast<std::uintptr_t>(p) % 16 == 0;
 }
@@ -32,8 +25,7 @@ With<Base> with_source(const Base& cast, const Rows& rows) {
 template <typename Rows>
 void launch_cast(const Launcher& launch, const Rows& rows, const fp8::CastArgs& cast, bool follows) {
   if (cast.col == nullptr) {
-    launch(names_of(rows).fp8_rows, rows_blocks(launch, rows), threads_of(rows), CastRows<Rows>{rows, cast},
-           follows);
+    launch_fp8_rows(launch, rows, cast, follows);
     return;
   }
   using Shape = fp8::TileShape;

@@ -337,10 +337,11 @@ struct Quantize {
 
   // What lies behind x's last row in a padded output is 0.
   TEJIT_DEVICE void fuse(const T& type) {
-    wait_for_previous_kernel();
     const int there = x_rows();
-    const auto shared = type.row(m0 - group + threadIdx.x % 32, true);
-    const auto columns = type.columns(k0, there > 0);
+    auto columns = type.columns(k0, there > 0);
+    wait_for_previous_kernel();
+    auto shared = type.row(m0 - group + threadIdx.x % 32, true);
+    type.settle(shared, columns);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       v[r] =

@@ -32,18 +32,33 @@ struct RowsArgs {
 static_assert(sizeof(RowsArgs) == 104 && sizeof(fused::CastRows<RowsArgs>) == 208,
               "host and device compilers must lay these out alike");
 
-// A block of threads takes a row at a time. Of a row a thread keeps kHeld vectors, as float32 with gamma and
-// beta of their columns, while those of the next row are on their way; what a longer row has more it loads
-// again.
+// The kernels over rows hold kHeld vectors of a row a thread, and where rows have no more than these also
+// gamma and beta of their columns. What a longer row has more is loaded whenever it is needed, and so are its
+// gamma and beta.
+enum class Length { kShort, kMiddle, kAny };
+
+template <Length kLength>
 struct RowsShape {
   static constexpr int kThreads = norm::kThreads;
-  static constexpr int kBlocksPerSM = 2;
-  static constexpr int kHeld = 4;
+  static constexpr int kHeld = kLength == Length::kShort ? 2 : 4;
+  static constexpr int kBlocksPerSM = kLength == Length::kMiddle ? 2 : 3;
+  static constexpr long long kLongest = static_cast<long long>(kHeld) * kSums;  // but for kAny
 };
 
-// Where only the statistics are wanted there is no gamma and no beta to keep.
-struct StatisticsShape : RowsShape {
-  static constexpr int kBlocksPerSM = 3;
+// Of x, that a kernel finds in L2 when it begins with what the one before it read last; in bytes.
+constexpr long long kKeptInL2 = 32 << 20;
+
+struct StatisticsShape {
+  static constexpr int kThreads = norm::kThreads;
+  static constexpr int kBlocksPerSM = 4;
+};
+
+// A thread has a vector of columns, and goes down rows with it.
+struct KnownShape {
+  static constexpr int kThreads = 256;
+  static constexpr int kBlocksPerSM = 4;
+  static constexpr int kRows = 16;  // of a block
+  static constexpr int kTurn = 4;   // rows that are loaded at once
 };
 
 struct AnyRowsShape {

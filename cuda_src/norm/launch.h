@@ -11,16 +11,6 @@
 namespace tejit {
 namespace norm {
 
-inline constexpr fused::Names kNames = {"tejit_norm_rows_bf16", "tejit_norm_rows_any", "tejit_norm_fp8_rows"};
-
-inline const fused::Names& names_of(const RowsArgs&) {
-  return kNames;
-}
-
-inline unsigned threads_of(const RowsArgs&) {
-  return RowsShape::kThreads;
-}
-
 inline fused::Source source_of(const RowsArgs& rows) {
   return {rows.parameters, rows.mean, rows.rstd, nullptr, rows.rows, rows.cols, fused::kNorm, 0};
 }
@@ -35,16 +25,49 @@ inline bool tuned(const RowsArgs& args) {
          fused::aligned(args.x) && fits(p.weight, p.weight_dtype) && fits(p.bias, p.bias_dtype);
 }
 
+inline Length length_of(const RowsArgs& args) {
+  if (args.cols <= RowsShape<Length::kShort>::kLongest) return Length::kShort;
+  return args.cols <= RowsShape<Length::kMiddle>::kLongest ? Length::kMiddle : Length::kAny;
+}
+
+// One of three, by the length of rows.
+template <typename T>
+inline T by_length(const RowsArgs& args, T of_short, T of_middle, T of_any) {
+  const Length length = length_of(args);
+  return length == Length::kShort ? of_short : length == Length::kMiddle ? of_middle : of_any;
+}
+
 inline unsigned rows_blocks(const Launcher& launch, const RowsArgs& args) {
-  return launch.blocks(args.out_rows, tuned(args) ? RowsShape::kBlocksPerSM : AnyRowsShape::kBlocksPerSM);
+  const int tuned_blocks =
+      by_length(args, RowsShape<Length::kShort>::kBlocksPerSM, RowsShape<Length::kMiddle>::kBlocksPerSM,
+                RowsShape<Length::kAny>::kBlocksPerSM);
+  return launch.blocks(args.out_rows, tuned(args) ? tuned_blocks : AnyRowsShape::kBlocksPerSM);
 }
 
 inline void launch_rows(const Launcher& launch, const RowsArgs& args) {
-  if (tuned(args) && args.y == nullptr && args.partial == nullptr) {
-    launch("tejit_norm_statistics_bf16", launch.blocks(args.out_rows, StatisticsShape::kBlocksPerSM),
-           kThreads, args);
+  if (!tuned(args)) {
+    launch("tejit_norm_rows_any", rows_blocks(launch, args), kThreads, args);
+  } else if (args.y == nullptr && args.partial == nullptr) {
+    launch("tejit_norm_statistics", launch.blocks(args.out_rows, StatisticsShape::kBlocksPerSM), kThreads,
+           args);
   } else {
-    launch(tuned(args) ? kNames.rows : kNames.rows_any, rows_blocks(launch, args), kThreads, args);
+    launch(by_length(args, "tejit_norm_short_rows", "tejit_norm_middle_rows", "tejit_norm_long_rows"),
+           rows_blocks(launch, args), kThreads, args);
+  }
+}
+
+// FP8 in x's order. Where the kernel over the rows ran before, for the maximum of all, it left the
+// statistics.
+inline void launch_fp8_rows(const Launcher& launch, const RowsArgs& rows, const fp8::CastArgs& cast,
+                            bool follows) {
+  if (follows) {
+    const std::int64_t strips = pieces_of(rows.cols, KnownShape::kThreads * 8);
+    launch("tejit_norm_fp8_known", Launcher::blocks(pieces_of(rows.out_rows, KnownShape::kRows) * strips),
+           KnownShape::kThreads, fused::with_source(cast, rows), true);
+  } else {
+    launch(by_length(rows, "tejit_norm_fp8_short_rows", "tejit_norm_fp8_middle_rows",
+                     "tejit_norm_fp8_long_rows"),
+           rows_blocks(launch, rows), kThreads, fused::CastRows<RowsArgs>{rows, cast});
   }
 }
 

@@ -179,3 +179,32 @@ def test_kernels_repeat_on_the_gpu() -> None:
         again = norm.norm_quantize(x, None, None, 1e-5, False, False, 1, cast)
         for a, b in zip((*first[0], *first[1:]), (*again[0], *again[1:]), strict=True):
             assert_bitwise_equal(a, b)
+
+
+#: Of the kernels for short, for middle and for long rows: their longest, and one with vectors of other rows' length.
+LENGTHS = [2048, 4096, 4104, 6144, 8192, 8200, 12288]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("columns", LENGTHS)
+def test_blocks_of_threads_with_several_rows(columns: int, format: int) -> None:
+    """More rows than the GPU holds blocks: each goes through several, and through padding before them.
+
+    The CPU's kernels are the oracle; the tests above hold them against the reference.
+    """
+    if format == FUSED_MXFP8:
+        columns = columns // 32 * 32
+    rows = 4 * torch.cuda.get_device_properties(0).multi_processor_count * 2 + 37
+    for seed, (kind, usage) in enumerate(zip(KINDS, [*USAGES.values()] * len(KINDS), strict=False)):
+        x = provoking(kind, (rows, columns), torch.bfloat16, seed)
+        weight, bias = parameters(columns, (torch.float32, torch.bfloat16)[seed % 2], "cpu", seed)
+        given = (weight, bias if seed % 3 else None, 1e-5, seed % 4 == 1, seed % 2 > 0)
+        want = norm.norm_quantize(x, *given, 32, cast_of(format, *usage, "cpu", seed))
+        on_gpu = [value.cuda() if isinstance(value, torch.Tensor) else value for value in given]
+        with poisoned_memory():
+            got = norm.norm_quantize(x.cuda(), *on_gpu, 32, cast_of(format, *usage, "cuda", seed))
+        for name, a, b in zip((*NAMES, "mean", "rstd"), (*got[0], *got[1:]), (*want[0], *want[1:]), strict=True):
+            if a is not None:
+                same = same_floats if name in ("mean", "rstd") else assert_bitwise_equal
+                same(a.cpu(), b, f"{name} of {kind}, {usage}, {given[2:]}")

@@ -1,13 +1,13 @@
 """LayerNorm and RMSNorm in plain torch: the readable specification, and what runs without a compiler.
 
-``y = ((x - mean) * rstd) * gamma + beta`` in float32, each operation rounded on its own (no fused multiply-add), then
-rounded to ``x``'s dtype. ``mean`` is the sum of a row over K; ``rstd`` is ``1 / sqrt(mean square of x - mean, plus
-eps)``, with IEEE's division and square root. RMSNorm has no mean: 0 takes its place.
+``y = (x * rstd + shift) * gamma + beta`` in float32, each product and the sum after it rounded once (a fused
+multiply-add), then rounded to ``x``'s dtype. ``mean`` is the sum of a row over K; ``rstd`` is ``1 / sqrt(mean square of
+x - mean, plus eps)``, with IEEE's division and square root; ``shift`` is ``-(mean * rstd)``, rounded, and -0
+for a mean of 0. RMSNorm has no mean: 0 takes its place.
 
 The sums have one order, which the kernels have too, so that all find the same bits: element ``i`` is added to sum
-``i % 2048``, in order; the 2048 become one by trees within eight neighbours (strides 4, 2, 1), within 32 of these
-(16, 8, 4, 2, 1) and over the last eight (4, 2, 1). Inductor for a GPU may contract a product and a sum: there, and only
-there, a compiled graph of this file differs from the kernels in last bits (see ``TEJIT_BACKEND``).
+``i % 2048``, in order, a square by a fused multiply-add; the 2048 become one by trees within eight neighbours (strides
+4, 2, 1), within 32 of these (16, 8, 4, 2, 1) and over the last eight (4, 2, 1).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tejit.kernels.fp8.reference import divide
 from tejit.kernels.fused import Cast, Four, quantized
-from tejit.kernels.rounding import as_rounded
+from tejit.kernels.rounding import as_rounded, multiply_add
 
 _NEIGHBOURS, _LANES, _WARPS = 8, 32, 8
 _SUMS = _NEIGHBOURS * _LANES * _WARPS
@@ -31,14 +31,15 @@ def _halved(sums: Tensor) -> Tensor:
     return sums
 
 
-def sum_of_rows(x: Tensor) -> Tensor:
-    """The sums over the rows of a float32 matrix, ``(M, 1)``, in the fixed order."""
+def sum_of_rows(x: Tensor, squared: bool = False) -> Tensor:
+    """The sums over the rows of a float32 matrix or of its squares, ``(M, 1)``, in the fixed order."""
     rows, columns = x.shape
     chunks = -(-columns // _SUMS)
     x = F.pad(x, (0, chunks * _SUMS - columns)).reshape(rows, chunks, _SUMS)
     sums = x.new_zeros((rows, _SUMS))
     for chunk in range(chunks):
-        sums = sums + x[:, chunk]
+        values = x[:, chunk]
+        sums = multiply_add(values, values, sums) if squared else sums + values
     sums = _halved(sums.reshape(rows, _WARPS * _LANES, _NEIGHBOURS))
     return _halved(_halved(sums.reshape(rows, _WARPS, _LANES)).reshape(rows, _WARPS))
 
@@ -52,17 +53,20 @@ def norm(
     mean = x.new_empty((0,), dtype=torch.float32)
     if not rms:
         mean = divide(sum_of_rows(values), count)
-        values = values - mean
-    variance = divide(sum_of_rows(values * values), count)
+    variance = divide(sum_of_rows(values if rms else values - mean, squared=True), count)
     # float64's root of a float32 number rounds to the right float32.
     root = torch.sqrt((variance + torch.full_like(variance, eps)).to(torch.float64)).to(torch.float32)
     rstd = divide(torch.ones_like(root), root)
-    y = values * rstd
+    y = values * rstd if rms else multiply_add(values, rstd, torch.where(mean == 0, -0.0, -(mean * rstd)))
+    gamma = beta = None
     if weight is not None:
-        gamma = weight.to(torch.float32)
-        y = y * (gamma + 1 if zero_centered else gamma)
+        gamma = weight.to(torch.float32) + 1 if zero_centered else weight.to(torch.float32)
     if bias is not None:
-        y = y + bias.to(torch.float32)
+        beta = bias.to(torch.float32)
+    if gamma is not None:
+        y = y * gamma if beta is None else multiply_add(y, gamma, beta)
+    elif beta is not None:
+        y = y + beta
     return as_rounded(y.to(x.dtype)), mean, rstd
 
 
