@@ -43,8 +43,7 @@ def test_rounds_once(first: str, second: str, addend: str) -> None:
 
 
 def test_differs_from_two_roundings() -> None:
-    """Of which the product's loses what the sum would have kept, and a sum in float64 would round twice."""
-    a = torch.tensor([1 + 2.0**-12, 1 + 2.0**-23])
-    b = torch.tensor([1 - 2.0**-12, 1.0 - 2.0**-24])
-    c = torch.tensor([-1.0, 2.0**-50])
-    assert multiply_add(a, b, c)[0] == -(2.0**-24) != (a * b + c)[0]
+    """The product, rounded, is 1: nothing is left of it."""
+    a, b, c = (torch.tensor([value]) for value in (1 + 2.0**-13, 1 - 2.0**-13, -1.0))
+    assert multiply_add(a, b, c).item() == -(2.0**-26)
+    assert (a * b + c).item() == 0
