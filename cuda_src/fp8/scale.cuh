@@ -29,12 +29,9 @@ TEJIT_DEVICE float reciprocal(float scale) {
   return __fdiv_rn(1.0f, scale);
 }
 
-// The scale that is given; or every block, or every warp, finds it for itself: a few kilobytes from L2,
-// instead of one more launch. A block loads each maximum once but has a barrier, for which all warps wait
-// that have more to load. Call it once a kernel, from all threads, after the first loads of x were issued.
-template <int kThreads, bool kByWarp = false>
-TEJIT_DEVICE float scale_of_block(const CastArgs& args) {
-  __shared__ u32 scratch[32];
+// The scale that is given, or that of the partial maxima, of which kTogether threads load a part each.
+template <int kTogether, int kAtOnce>
+TEJIT_DEVICE float scale_of(const CastArgs& args, int thread, u32* scratch) {
   wait_for_previous_kernel();
   float scale;
   if (args.scale != nullptr) {
@@ -44,10 +41,9 @@ TEJIT_DEVICE float scale_of_block(const CastArgs& args) {
     if (args.amax_count == 1) {
       amax = load_shared_value(args.amax);  // a caller's own amax may be NaN, which a maximum would lose
     } else {
-      constexpr int kTogether = kByWarp ? 32 : kThreads;
       float m = 0.0f;
-#pragma unroll(kByWarp ? 8 : 2)
-      for (int i = threadIdx.x % kTogether; i < args.amax_count; i += kTogether)
+#pragma unroll(kAtOnce)
+      for (int i = thread; i < args.amax_count; i += kTogether)
         m = fmaxf(m, load_shared_value(args.amax + i));
       amax = block_max<kTogether>(m, scratch);
     }
@@ -55,6 +51,19 @@ TEJIT_DEVICE float scale_of_block(const CastArgs& args) {
   }
   if (blockIdx.x == 0 && threadIdx.x == 0) *args.scale_inv = reciprocal(scale);
   return scale;
+}
+
+// Every block finds its scale for itself: a few kilobytes from L2, instead of one more launch. Call it once a
+// kernel, from all threads, after the first loads of x were issued.
+template <int kThreads>
+TEJIT_DEVICE float scale_of_block(const CastArgs& args) {
+  __shared__ u32 scratch[32];
+  return scale_of<kThreads, 2>(args, static_cast<int>(threadIdx.x), scratch);
+}
+
+// The same by every warp, without a barrier, for which warps would wait that have more to load.
+TEJIT_DEVICE float scale_of_warp(const CastArgs& args) {
+  return scale_of<32, 8>(args, static_cast<int>(threadIdx.x % 32), nullptr);
 }
 
 // What new_amax was when this block read it: less only than what it is at the end.

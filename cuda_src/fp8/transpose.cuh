@@ -32,7 +32,7 @@ struct TileCast : Tile<T, Plan, Args> {
   TEJIT_DEVICE void run(u32* buffer) {
     const Place here = this->place();
     this->load(here);
-    const float scale = scale_of_block<Plan::kThreads, T::kFused>(args);
+    const float scale = scale_of_block<Plan::kThreads>(args);
     const u32 so_far = amax_so_far(args);
     u32 m = 0;
     this->settle(here);

@@ -31,7 +31,7 @@ TEJIT_DEVICE void fp8_known(const fused::With<fp8::CastArgs>& args) {
     }
   };
   load(0);
-  const float scale = fp8::scale_of_block<kThreads, true>(args);
+  const float scale = fp8::scale_of_warp(args);
   settle_affine(source.parameters, affine);
 #pragma unroll 1
   for (int row = 0; row < kRows && row < rows; row += kTurn) {
