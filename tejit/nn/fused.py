@@ -81,7 +81,7 @@ def norm(
     zero_centered_gamma: bool,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Normalise the rows of a matrix: ``(x - mean) * rstd * gamma + bias``, from left to right.
+    """Normalise the rows of a matrix: ``(x - mean) * rstd * gamma + bias``; steps: ``kernels/norm/reference.py``.
 
     ``LayerNorm`` (Ba et al. 2016): ``rstd = 1 / sqrt(mean of (x - mean)^2 + eps)``. ``RMSNorm`` (Zhang and Sennrich
     2019) has no mean: ``rstd = 1 / sqrt(mean of x^2 + eps)``.

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from tejit.kernels import norm
+from tejit.kernels.activation import activation, activation_quantize
 from tejit.kernels.fused import FUSED_CURRENT, FUSED_MXFP8, Cast
 from tejit.kernels.norm import reference
 from tests.common import DEVICES, DTYPES, KINDS, assert_bitwise_equal, poisoned_memory, provoking, short
@@ -169,6 +170,28 @@ def test_errors_name_what_is_wrong(run: str) -> None:
         call(x, scale=one, amax=one)
 
 
+@pytest.mark.parametrize("of", ["norm", "activation"])
+@pytest.mark.parametrize("quantizes", [False, True])
+def test_gradients_are_refused_and_not_lost(of: str, quantizes: bool) -> None:
+    """Field case 69: where there is no derivative, the error says which classes train."""
+    x, cast = torch.randn(4, 64, requires_grad=True), Cast(FUSED_CURRENT, 0, True, False)
+
+    def call(x: torch.Tensor) -> object:
+        if of == "norm":
+            given = (None, None, 1e-5, False, False)
+            return norm.norm_quantize(x, *given, 1, cast) if quantizes else norm.norm(x, *given)
+        return activation_quantize(x, "relu", False, 1, cast) if quantizes else activation(x, "relu", False)
+
+    trains = (
+        "tejit.LayerNorm, RMSNorm and LayerNormLinear" if of == "norm" else "tejit.LayerNormMLP and TransformerLayer"
+    )
+    with pytest.raises(RuntimeError, match=f"has no derivative, .* requires grad: {trains} train"):
+        call(x)
+    call(x.detach())
+    with torch.no_grad():
+        call(x)
+
+
 @pytest.mark.gpu
 def test_kernels_repeat_on_the_gpu() -> None:
     """The same bits in every run: no sum depends on which block of threads comes first."""
@@ -201,9 +224,9 @@ def test_blocks_of_threads_with_several_rows(columns: int, format: int) -> None:
         weight, bias = parameters(columns, (torch.float32, torch.bfloat16)[seed % 2], "cpu", seed)
         given = (weight, bias if seed % 3 else None, 1e-5, seed % 4 == 1, seed % 2 > 0)
         want = norm.norm_quantize(x, *given, 32, cast_of(format, *usage, "cpu", seed))
-        on_gpu = [value.cuda() if isinstance(value, torch.Tensor) else value for value in given]
+        there = (weight.cuda(), None if given[1] is None else bias.cuda(), *given[2:])
         with poisoned_memory():
-            got = norm.norm_quantize(x.cuda(), *on_gpu, 32, cast_of(format, *usage, "cuda", seed))
+            got = norm.norm_quantize(x.cuda(), *there, 32, cast_of(format, *usage, "cuda", seed))
         for name, a, b in zip((*NAMES, "mean", "rstd"), (*got[0], *got[1:]), (*want[0], *want[1:]), strict=True):
             if a is not None:
                 same = same_floats if name in ("mean", "rstd") else assert_bitwise_equal
