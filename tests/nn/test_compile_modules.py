@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch._dynamo.testing
+import torch._inductor.config as inductor_config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tejit
@@ -61,6 +62,13 @@ def case(name, dtype, device):
     return module, run
 
 
+def near(got: torch.Tensor, want: torch.Tensor) -> bool:
+    """As tensors, within 2^-10. Inductor's attention differs from eager's in last bits; where such a bit decides which
+    way an element of the next operand rounds, that element moves by a step of FP8, 2^-3 of its size, and few of the
+    operand's thousands do. A wrong scale or a lost term moves them all, by at least 2^-4."""
+    return ((got.double() - want.double()).norm() <= 2.0**-10 * want.double().norm()).item()
+
+
 #: (compiler, module, recipe) of the fast tier; `full` has them all, in aot_eager.
 FAST = [
     ("aot_eager", "linear", "MXFP8"),
@@ -91,13 +99,18 @@ def test_one_graph_and_eager_s_result(compiler, name, recipe, dtype, device) -> 
         grad = torch.randn_like(run(x))
         found = []
         # torch's faster attention adds up its gradients in no fixed order on the GPU
-        with sdpa_kernel(SDPBackend.MATH), tejit.autocast(enabled=chosen is not None, recipe=chosen):
+        # and inductor leaves roundings to bfloat16 out, each of which could turn one to FP8 another way
+        rounding = inductor_config.patch(emulate_precision_casts=True)
+        with sdpa_kernel(SDPBackend.MATH), rounding, tejit.autocast(enabled=chosen is not None, recipe=chosen):
             for function in (run, compiled):
                 torch.manual_seed(step)
                 found.append(results(function, module, x, grad, dynamic=(0, 1)))
         want, got = found
         for what, value in want.items():
-            assert close(got[what], value, compiler == "aot_eager"), f"step {step}: {what}"
+            if (compiler, name) == ("inductor", "transformer"):
+                assert near(got[what], value), f"step {step}: {what}"
+            else:
+                assert close(got[what], value, compiler == "aot_eager"), f"step {step}: {what}"
         with torch.no_grad():
             for p in module.parameters():
                 p.add_(torch.randn_like(p), alpha=0.01)
