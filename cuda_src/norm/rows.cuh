@@ -12,19 +12,28 @@
 namespace tejit {
 namespace norm {
 
-// The last steps of the fixed order (see args.h). Every thread gets the row's sum. `scratch` must not be
-// written again before the barrier after the next.
+// The last steps of the fixed order (see args.h): a thread's own sums.
+TEJIT_DEVICE float sum_of_thread(const float (&s)[kThreadSums]) {
+  return __fadd_rn(__fadd_rn(__fadd_rn(s[0], s[4]), __fadd_rn(s[2], s[6])),
+                   __fadd_rn(__fadd_rn(s[1], s[5]), __fadd_rn(s[3], s[7])));
+}
+
+// Those of a block's warps, as they lie in memory.
+TEJIT_DEVICE float sum_of_warps(uint4 a, uint4 b) {
+  const auto add = [](u32 one, u32 other) { return __fadd_rn(__uint_as_float(one), __uint_as_float(other)); };
+  return __fadd_rn(__fadd_rn(add(a.x, b.x), add(a.z, b.z)), __fadd_rn(add(a.y, b.y), add(a.w, b.w)));
+}
+
+// All of them. Every thread gets the row's sum. `scratch` must not be written again before the barrier after
+// the next.
 TEJIT_DEVICE float sum_of_row(const float (&s)[kThreadSums], float* scratch) {
-  float t = __fadd_rn(__fadd_rn(__fadd_rn(s[0], s[4]), __fadd_rn(s[2], s[6])),
-                      __fadd_rn(__fadd_rn(s[1], s[5]), __fadd_rn(s[3], s[7])));
+  float t = sum_of_thread(s);
 #pragma unroll
   for (int stride = 16; stride > 0; stride /= 2) t = __fadd_rn(t, __shfl_xor_sync(0xffffffffu, t, stride));
   if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = t;
   __syncthreads();
-  const float4 a = *reinterpret_cast<const float4*>(scratch),
-               b = *reinterpret_cast<const float4*>(scratch + 4);
-  return __fadd_rn(__fadd_rn(__fadd_rn(a.x, b.x), __fadd_rn(a.z, b.z)),
-                   __fadd_rn(__fadd_rn(a.y, b.y), __fadd_rn(a.w, b.w)));
+  const uint4* const sums = reinterpret_cast<const uint4*>(scratch);
+  return sum_of_warps(sums[0], sums[1]);
 }
 
 struct Scratch {
@@ -56,23 +65,12 @@ TEJIT_DEVICE void statistics(const RowsArgs& args, i64 row, Scratch& scratch, co
 
 // --- bfloat16 in whole vectors ---
 
-// A thread's part of the fixed order.
-TEJIT_DEVICE float sum_of_thread(const float (&s)[kThreadSums]) {
-  return __fadd_rn(__fadd_rn(__fadd_rn(s[0], s[4]), __fadd_rn(s[2], s[6])),
-                   __fadd_rn(__fadd_rn(s[1], s[5]), __fadd_rn(s[3], s[7])));
-}
-
 // A warp's part for two sums at once: threads 0 to 15 get the first, the `upper` ones the second.
 TEJIT_DEVICE float sum_of_warp(float first, float second, bool upper) {
   float t = __fadd_rn(upper ? second : first, __shfl_xor_sync(0xffffffffu, upper ? first : second, 16));
 #pragma unroll
   for (int stride = 8; stride > 0; stride /= 2) t = __fadd_rn(t, __shfl_xor_sync(0xffffffffu, t, stride));
   return t;
-}
-
-TEJIT_DEVICE float sum_of_warps(uint4 a, uint4 b) {
-  const auto add = [](u32 one, u32 other) { return __fadd_rn(__uint_as_float(one), __uint_as_float(other)); };
-  return __fadd_rn(__fadd_rn(add(a.x, b.x), add(a.z, b.z)), __fadd_rn(add(a.y, b.y), add(a.w, b.w)));
 }
 
 // What a kernel over rows makes beside their statistics.
