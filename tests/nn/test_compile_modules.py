@@ -107,7 +107,7 @@ def test_one_graph_and_eager_s_result(compiler, name, recipe, dtype, device) -> 
                 found.append(results(function, module, x, grad, dynamic=(0, 1)))
         want, got = found
         for what, value in want.items():
-            if (compiler, name) == ("inductor", "transformer"):
+            if (compiler, name, dtype) == ("inductor", "transformer", torch.float32):
                 assert near(got[what], value), f"step {step}: {what}"
             else:
                 assert close(got[what], value, compiler == "aot_eager"), f"step {step}: {what}"
