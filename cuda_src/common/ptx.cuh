@@ -167,6 +167,24 @@ TEJIT_DEVICE float reciprocal_from_1(float d) {
   return __fmaf_rn(r, __fmaf_rn(-d, r, 1.0f), r);
 }
 
+// Whether |f| is from 2^-40 to below 2^101, where no step of the next function leaves the normal numbers.
+TEJIT_DEVICE bool in_middle_range(float f) {
+  constexpr u32 kLow = (127 - 40) << 23, kPast = (127 + 101) << 23;
+  return (__float_as_uint(f) & 0x7fffffffu) - kLow < kPast - kLow;
+}
+
+// 1 / sqrt(f), root and quotient each rounded to nearest, for positive numbers in the middle range. Each
+// approximation is off by a unit in the last place at most; one step of Newton's, with the residual exact,
+// then rounds right.
+TEJIT_DEVICE float reciprocal_root(float f) {
+  float y, r;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(f));
+  const float near = __fmul_rn(f, y);
+  const float root = __fmaf_rn(__fmaf_rn(-near, near, f), __fmul_rn(0.5f, y), near);
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(root));
+  return __fmaf_rn(r, __fmaf_rn(-root, r, 1.0f), r);
+}
+
 // Rounded to nearest even; `lo` in the lower half.
 TEJIT_DEVICE u32 bf16x2_of(float lo, float hi) {
   u32 w;
@@ -242,6 +260,11 @@ template <typename T>
 TEJIT_DEVICE T* kept(T* p) {
   asm volatile("" : "+l"(p));
   return p;
+}
+
+TEJIT_DEVICE float kept(float f) {
+  asm volatile("" : "+f"(f));
+  return f;
 }
 
 TEJIT_DEVICE int kept(int i) {

@@ -139,6 +139,8 @@ struct Tile {
     }
   }
 
+  static constexpr int kQuadsHere = 32 / Plan::kLanes, kRowsHere = kQuadsHere * 4;  // of a warp, in a step
+
   // The last row of a thread, counted from its first.
   static constexpr int kReach = (kSteps - 1) * kQuadStep * 4 + 3;
 
@@ -180,25 +182,36 @@ struct Tile {
     }
   }
 
-  TEJIT_DEVICE void settle(Place p) {
+  // What a fused cast needs beside x. It is on its way when this returns, and the kernel before has ended.
+  TEJIT_DEVICE auto beside(Place p) const {
     if constexpr (T::kFused) {
-      constexpr int kQuadsHere = 32 / Plan::kLanes, kRowsHere = kQuadsHere * 4;  // of a warp, in a step
-      static_assert(kSteps * kRowsHere <= 32, "a thread for each row of a warp");
-      const int rows = x_rows_left_here(p), in_warp = threadIdx.x % 32;
       wait_for_previous_kernel();
+      const int in_warp = threadIdx.x % 32;
       const i64 own = row0(p) + in_warp / kRowsHere * (kQuadStep * 4) + threadIdx.x / 32 * kRowsHere +
                       in_warp % kRowsHere;
-      auto shared = type.row(own, in_warp < kSteps * kRowsHere);
-      auto columns = type.columns(col0(p) + lane * kPer, rows > 0);
-      type.settle(shared, columns);
+      return type.beside(own, in_warp < kSteps * kRowsHere, col0(p) + lane * kPer, x_rows_left_here(p) > 0);
+    } else {
+      return 0;
+    }
+  }
+
+  TEJIT_DEVICE void settle(Place p) { settle(p, beside(p)); }
+
+  template <typename Beside>
+  TEJIT_DEVICE void settle(Place p, Beside beside) {
+    if constexpr (T::kFused) {
+      static_assert(kSteps * kRowsHere <= 32, "a thread for each row of a warp");
+      const int rows = x_rows_left_here(p);
+      type.settle(beside.row, beside.columns);
       const auto knows = [&](int s, int r) { return s * kRowsHere + quad % kQuadsHere * 4 + r; };
       if (T::kAsksOnce && type.is_norm() && __all_sync(0xffffffffu, rows > kReach)) {
-        each_vector(
-            [&](int s, int r, int) { v[s][r] = type.normalised(v[s][r], shared, knows(s, r), columns); });
+        each_vector([&](int s, int r, int) {
+          v[s][r] = type.normalised(v[s][r], beside.row, knows(s, r), beside.columns);
+        });
         return;
       }
       each_vector([&](int s, int r, int row) {
-        v[s][r] = type.finish(v[s][r], shared, knows(s, r), columns, row0(p) + quad * 4 + row,
+        v[s][r] = type.finish(v[s][r], beside.row, knows(s, r), beside.columns, row0(p) + quad * 4 + row,
                               col0(p) + lane * kPer, row < rows);
       });
     } else {

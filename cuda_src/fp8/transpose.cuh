@@ -29,13 +29,30 @@ struct TileCast : Tile<T, Plan, Args> {
     }
   }
 
+  // The tile is settled when it returns.
+  TEJIT_DEVICE float settled_scale(Place here, u32& so_far) {
+    if constexpr (T::kFused) {
+      __shared__ u32 scratch[32];
+      const ScaleInSteps<Plan::kThreads> scale(args);
+      const auto beside = this->beside(here);
+      so_far = amax_so_far(args);
+      const float found = scale.get(scratch);
+      this->settle(here, beside);
+      return found;
+    } else {
+      const float found = scale_of_block<Plan::kThreads>(args);
+      so_far = amax_so_far(args);
+      this->settle(here);
+      return found;
+    }
+  }
+
   TEJIT_DEVICE void run(u32* buffer) {
     const Place here = this->place();
     this->load(here);
-    const float scale = scale_of_block<Plan::kThreads>(args);
-    const u32 so_far = amax_so_far(args);
+    u32 so_far;
+    const float scale = settled_scale(here, so_far);
     u32 m = 0;
-    this->settle(here);
     this->each_vector([&](int s, int r, int) { m = T::amax_step(m, v[s][r]); });
     convert(here, scale, buffer);
     __syncthreads();

@@ -46,6 +46,15 @@ struct Loaded : BF16 {
     return a;
   }
 
+  struct Beside {
+    Row row;
+    norm::Affine columns;
+  };
+
+  TEJIT_DEVICE Beside beside(i64 own_row, bool wants_row, i64 column, bool wants_columns) const {
+    return {row(own_row, wants_row), columns(column, wants_columns)};
+  }
+
   TEJIT_DEVICE void settle(Row& r, norm::Affine& a) const {
     if (!is_norm()) return;
     norm::settle_affine(source.parameters, a);

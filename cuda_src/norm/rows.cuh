@@ -107,6 +107,9 @@ struct NormRows {
   const int thread;
   const int vectors;                // of a row, from the thread's first on: it has every kThreads-th
   const u64 ordinary, first_to_go;  // policies of L2
+  const bool centered, upper;       // of a warp's threads the lower half has the mean, the upper one rstd
+  const float count;                // of a row's elements
+  float inverse;                    // of it
   float scale = 0.0f;
   u32 m = 0;
   Affine affine[kKeepsAffine ? kHeld : 1];
@@ -118,7 +121,11 @@ struct NormRows {
         thread(kept(static_cast<int>(threadIdx.x))),
         vectors(static_cast<int>(a.cols / 8) - thread),
         ordinary(evict_normal_policy()),
-        first_to_go(evict_first_policy()) {
+        first_to_go(evict_first_policy()),
+        centered(args.mean != nullptr),
+        upper(thread % 32 >= 16),
+        count(static_cast<float>(args.cols)) {
+    inverse = kept(__frcp_rn(count));
     for (int c = 0; c < kHeld; ++c) {
       if (!has(c)) s.slots[0][c][thread] = s.slots[1][c][thread] = make_uint4(0, 0, 0, 0);
     }
@@ -205,6 +212,27 @@ struct NormRows {
     return sum_of_thread(s);
   }
 
+  struct Statistic {
+    float mean;  // or the variance
+    float rstd;  // only for the threads that have it
+  };
+
+  // sum / count and 1 / sqrt(sum / count + eps), each step rounded to nearest; of a mean no root, it may be
+  // negative. Rows hardly ever leave the range where the steps need no branches of their own: there the
+  // residual of the quotient is exact, or too small beside eps to count.
+  TEJIT_DEVICE Statistic divided(float sum) const {
+    const float quotient = __fmul_rn(sum, inverse);
+    Statistic s;
+    s.mean = __fmaf_rn(__fmaf_rn(-count, quotient, sum), inverse, quotient);
+    const float variance = __fadd_rn(s.mean, args.eps);
+    s.rstd = reciprocal_root(variance);
+    if (!in_middle_range(upper || !centered ? variance : sum)) {
+      s.mean = __fdiv_rn(sum, count);
+      s.rstd = __frcp_rn(__fsqrt_rn(__fadd_rn(upper ? s.mean : 1.0f, args.eps)));
+    }
+    return s;
+  }
+
   // `type` is whether FP8 is E5M2; of a kernel that makes none, whether it writes.
   template <typename Type>
   TEJIT_DEVICE void put(Out* to, uint4 y, bool there, Type type) {
@@ -247,8 +275,6 @@ struct NormRows {
     const int n = static_cast<int>((row + step) / step);
     const int pad = row < args.rows ? 0 : static_cast<int>((row - args.rows + step) / step);
     const auto real = [&](int k) { return k >= pad && k < n; };
-    const float count = static_cast<float>(args.cols);
-    const bool centered = args.mean != nullptr, upper = thread % 32 >= 16;
     const bool writes = thread % 16 == 0 && thread < 32 && (upper || centered);
     // Threads 0 to 15 of a warp have the mean of the next row, the others this one's rstd.
     float* statistic = kept(upper ? args.rstd + row + step : args.mean + row);
@@ -274,8 +300,8 @@ struct NormRows {
       const float t = sum_of_warp(values, from_mean, upper);
       if (thread % 16 == 0) store4_shared(sums + own_sum, __float_as_uint(t));
       __syncthreads();
-      const float found = __fdiv_rn(sum_of_warps(load16_shared(sums), load16_shared(sums + 16)), count);
-      const float root = __frcp_rn(__fsqrt_rn(__fadd_rn(found, args.eps)));
+      const Statistic of = divided(sum_of_warps(load16_shared(sums), load16_shared(sums + 16)));
+      const float found = of.mean, root = of.rstd;
       if (writes && real(k + ahead)) *statistic = upper ? root : found;
       if constexpr (kNormalises) {
         if (real(k)) {
