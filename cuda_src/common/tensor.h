@@ -97,14 +97,14 @@ inline bool same_shape(Sizes a, Sizes b) {
 }
 
 // The input dtypes of every quantizer, in the order in which host and device kernels count them.
-inline int input_dtype(const char* op, const Tensor& x) {
+inline int input_dtype(const char* op, const Tensor& x, const char* name = "x") {
   const std::int32_t dtype = dtype_of(x);
   if (dtype == aoti_torch_dtype_float32()) return 0;
   if (dtype == aoti_torch_dtype_float16()) return 1;
   if (dtype == aoti_torch_dtype_bfloat16()) return 2;
-  fail(op, ": x has dtype ", dtype_name(dtype),
-       ", but float32, float16 or bfloat16 is needed; convert it first, for example with "
-       "x.to(torch.bfloat16)");
+  fail(op, ": ", name, " has dtype ", dtype_name(dtype),
+       ", but float32, float16 or bfloat16 is needed; convert it first, for example with ", name,
+       ".to(torch.bfloat16)");
 }
 
 inline void require_device(const char* op, const char* name, const Tensor& t, const Device& device) {

@@ -39,7 +39,7 @@ inline MaybeTensor checked_parameter(const char* op, const char* name, const May
   if (!same_shape(t->sizes(), shape))
     fail(op, ": ", name, " has shape ", shape_name(t->sizes()), ", but ", shape_name(shape),
          " is needed: one number for each column of x");
-  input_dtype(op, *t);
+  input_dtype(op, *t, name);
   return as_contiguous(*t);
 }
 

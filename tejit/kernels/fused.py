@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from tejit.kernels.fp8 import fake as fp8_fake
@@ -84,14 +83,4 @@ def _check(cast: Cast) -> None:
         raise RuntimeError(
             f"tejit: format {cast.format} needs scale and amax {'both' if delayed else 'not to be given'}; they belong"
             " to delayed scaling"
-        )
-
-
-def refuse_gradients(name: str, trains: str, *tensors: Tensor | None) -> None:
-    """Raises ``RuntimeError`` where a backward would go through a function that has no derivative, and would stop there
-    without a word; it says which classes train."""
-    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
-        raise RuntimeError(
-            f"tejit: {name} has no derivative, and a tensor that it was given requires grad: {trains} train; or call"
-            " it under torch.no_grad()"
         )

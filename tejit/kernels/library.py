@@ -6,8 +6,9 @@ machine. All fakes are registered from this one file: torch walks ``sys.modules`
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -43,12 +44,41 @@ def _define(
     for overload in ("", ".reference") if native else ("",):
         _library.define(f"{name}{overload}{signature}", tags=(torch.Tag.pt2_compliant_tag,))
         _library.impl(f"{name}{overload}", implementation, "CompositeExplicitAutograd")
-    register_fake(f"tejit::{name}", fake, _library)
+    register_fake(f"tejit::{name}", _without_data(f"tejit::{name}", fake), _library)
 
 
 def register_fake(qualname: str, fake: Callable[..., Any], library: torch.library.Library) -> None:
     """``torch.library.register_fake``, from this file for all of the package."""
     torch.library.register_fake(qualname, fake, lib=library)
+
+
+def _without_data(qualname: str, fake: Callable[..., Any]) -> Callable[..., Any]:
+    """A fake that refuses tensors with data. One argument on meta is enough for torch to run the fake, which would
+    leave uninitialised memory as the result of the others."""
+
+    @functools.wraps(fake)
+    def checked(*arguments: Any, **named: Any) -> Any:
+        real = next((tensor for tensor in _tensors((*arguments, *named.values())) if _has_data(tensor)), None)
+        if real is not None:
+            raise RuntimeError(
+                f"{qualname} was given a tensor on {real.device} and one on meta, which has no data; move one of"
+                " them with .to(device)"
+            )
+        return fake(*arguments, **named)
+
+    return checked
+
+
+def _tensors(arguments: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            yield argument
+        elif isinstance(argument, (list, tuple)):
+            yield from _tensors(argument)
+
+
+def _has_data(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type != "meta"
 
 
 _define("fp8_amax", "(Tensor x) -> Tensor", fp8_reference.amax, fp8_fake.amax)

@@ -83,7 +83,8 @@ def _spec_over(inner: list[Tensor], shape: tuple[int, ...], quantizer: Any, dtyp
 
 
 def _inner_of(x: Tensor, quantizer: Quantizer) -> list[Tensor]:
-    inner = quantizer._owned(quantizer.quantize_inner(x), x)
+    # Detached: what is below autograd may still say that it requires grad.
+    inner = quantizer._owned(quantizer.quantize_inner(x.detach()), x)
     return [tensor for tensor in inner if tensor is not None]
 
 

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 
 from tejit.kernels import norm
-from tejit.kernels.activation import activation, activation_quantize
 from tejit.kernels.fused import FUSED_CURRENT, FUSED_MXFP8, Cast
 from tejit.kernels.norm import reference
 from tests.common import DEVICES, DTYPES, KINDS, assert_bitwise_equal, poisoned_memory, provoking, short
@@ -168,28 +167,6 @@ def test_errors_name_what_is_wrong(run: str) -> None:
         call(x, format=1, scale=one)
     with pytest.raises(RuntimeError, match="format 0 needs scale and amax not to be given"):
         call(x, scale=one, amax=one)
-
-
-@pytest.mark.parametrize("of", ["norm", "activation"])
-@pytest.mark.parametrize("quantizes", [False, True])
-def test_gradients_are_refused_and_not_lost(of: str, quantizes: bool) -> None:
-    """Field case 69: where there is no derivative, the error says which classes train."""
-    x, cast = torch.randn(4, 64, requires_grad=True), Cast(FUSED_CURRENT, 0, True, False)
-
-    def call(x: torch.Tensor) -> object:
-        if of == "norm":
-            given = (None, None, 1e-5, False, False)
-            return norm.norm_quantize(x, *given, 1, cast) if quantizes else norm.norm(x, *given)
-        return activation_quantize(x, "relu", False, 1, cast) if quantizes else activation(x, "relu", False)
-
-    trains = (
-        "tejit.LayerNorm, RMSNorm and LayerNormLinear" if of == "norm" else "tejit.LayerNormMLP and TransformerLayer"
-    )
-    with pytest.raises(RuntimeError, match=f"has no derivative, .* requires grad: {trains} train"):
-        call(x)
-    call(x.detach())
-    with torch.no_grad():
-        call(x)
 
 
 @pytest.mark.gpu

@@ -13,11 +13,12 @@ from torch import Tensor
 from tejit.kernels import backend
 from tejit.kernels.activation import reference
 from tejit.kernels.activation.reference import KINDS
-from tejit.kernels.fused import Cast, Four, refuse_gradients
+from tejit.kernels.arguments import refuse_gradients
+from tejit.kernels.fused import Cast, Four
 
 __all__ = ["KINDS", "activation", "activation_quantize"]
 
-_TRAINS = "tejit.LayerNormMLP and TransformerLayer"
+_TRAINS = "tejit.LayerNormMLP and TransformerLayer train"
 
 
 def activation(x: Tensor, kind: str, gated: bool) -> Tensor:
@@ -33,7 +34,7 @@ def activation(x: Tensor, kind: str, gated: bool) -> Tensor:
     Raises ``ValueError`` for another ``kind``, ``RuntimeError`` for an ``x`` that is no matrix or has no halves,
     and in grad mode for one that requires grad: it has no derivative.
     """
-    refuse_gradients("kernels.activation.activation", _TRAINS, x)
+    refuse_gradients("kernels.activation.activation", _TRAINS, x=x)
     run = torch.ops.tejit.activation.default if backend.use_ops(x.device) else reference.activation
     return run(x, _number(kind), gated)
 
@@ -48,7 +49,7 @@ def activation_quantize(x: Tensor, kind: str, gated: bool, multiple: int, cast: 
 
     Raises as :func:`activation` and as the format's own op.
     """
-    refuse_gradients("kernels.activation.activation_quantize", _TRAINS, x)
+    refuse_gradients("kernels.activation.activation_quantize", _TRAINS, x=x)
     arguments = (x, _number(kind), gated, multiple, *cast)
     run = torch.ops.tejit.activation_quantize.default if backend.use_ops(x.device) else reference.activation_quantize
     row, row_scale_inv, col, col_scale_inv = run(*arguments)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tejit.format_info import FLT_MAX
+from tejit.kernels.arguments import require_matrix, require_multiple
 from tejit.kernels.fp8.reference import divide
 from tejit.kernels.fused import Cast, quantized
 from tejit.kernels.norm.reference import padded_rows
@@ -68,7 +69,7 @@ def function(x: Tensor, kind: int) -> Tensor:
 
 
 def activation(x: Tensor, kind: int, gated: bool) -> Tensor:
-    _check(x, kind, gated)
+    check(x, kind, gated)
     values = as_rounded(x).to(torch.float32)
     if not gated:
         return as_rounded(function(values, kind).to(x.dtype).contiguous())
@@ -77,12 +78,13 @@ def activation(x: Tensor, kind: int, gated: bool) -> Tensor:
 
 
 def activation_quantize(x: Tensor, kind: int, gated: bool, multiple: int, *cast: object) -> tuple[Tensor, ...]:
+    require_multiple(multiple)
     return quantized(padded_rows(activation(x, kind, gated), multiple), Cast(*cast))  # type: ignore[arg-type]
 
 
-def _check(x: Tensor, kind: int, gated: bool) -> None:
-    if x.dim() != 2:
-        raise RuntimeError(f"tejit: x has shape {tuple(x.shape)}, but a matrix (rows, columns) is needed; reshape it")
+def check(x: Tensor, kind: int, gated: bool) -> None:
+    """Raises ``RuntimeError`` for arguments that no activation can be computed of."""
+    require_matrix(x)
     if not 0 <= kind < len(KINDS):
         raise RuntimeError(f"tejit: kind is {kind}, but 0 to {len(KINDS) - 1} is needed, of {', '.join(KINDS)}")
     if gated and x.shape[1] % 2:

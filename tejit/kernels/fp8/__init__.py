@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tejit.kernels import backend
+from tejit.kernels.arguments import QUANTIZES, refuse_gradients
 from tejit.kernels.fp8 import reference
 from tejit.kernels.fp8.reference import dequantize, transposed_shape
 
@@ -28,6 +29,7 @@ __all__ = [
 
 def amax(x: Tensor) -> Tensor:
     """max|x| as float32 ``(1,)``; NaN elements do not enter, inf does, an empty tensor gives 0."""
+    refuse_gradients("kernels.fp8.amax", QUANTIZES, x=x)
     if backend.use_ops(x.device):
         return torch.ops.tejit.fp8_amax.default(x)
     return reference.amax(x)
@@ -50,6 +52,7 @@ def quantize_current(
         ``(data, transpose, scale_inv)``: uint8 of ``x.shape``, uint8 transposed, float32 ``(1,)``; an
         unwanted buffer is uint8 of shape ``(0,)``.
     """
+    refuse_gradients("kernels.fp8.quantize_current", QUANTIZES, x=x, amax=amax)
     if backend.use_ops(x.device):
         return torch.ops.tejit.fp8_quantize_current.default(x, fp8, data, transpose, pow2, eps, amax)
     return reference.quantize_current(x, fp8, data, transpose, pow2, eps, amax)
@@ -68,6 +71,7 @@ def quantize_current_out(
 ) -> None:
     """:func:`quantize_current` into given buffers; ``noop`` (float32, one element) equal to 1.0 leaves them as
     they are."""
+    refuse_gradients("kernels.fp8.quantize_current_out", QUANTIZES, x=x, amax=amax)
     if backend.use_ops(x.device):
         torch.ops.tejit.fp8_quantize_current_out.default(x, fp8, pow2, eps, amax, noop, data, transpose, scale_inv)
     else:
@@ -90,6 +94,7 @@ def quantize_delayed(
 
     Raises ``RuntimeError`` for a ``scale`` or ``amax`` of another dtype, shape or device.
     """
+    refuse_gradients("kernels.fp8.quantize_delayed", QUANTIZES, x=x, scale=scale)
     if backend.use_ops(x.device):
         return torch.ops.tejit.fp8_quantize_delayed.default(x, fp8, data, transpose, scale, amax)
     return reference.quantize_delayed(x, fp8, data, transpose, scale, amax)
@@ -107,6 +112,7 @@ def quantize_delayed_out(
 ) -> None:
     """:func:`quantize_delayed` into given buffers; ``noop`` (float32, one element) equal to 1.0 leaves them, and
     ``amax``, as they are."""
+    refuse_gradients("kernels.fp8.quantize_delayed_out", QUANTIZES, x=x, scale=scale)
     if backend.use_ops(x.device):
         torch.ops.tejit.fp8_quantize_delayed_out.default(x, fp8, scale, amax, noop, data, transpose, scale_inv)
     else:

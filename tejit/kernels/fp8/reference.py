@@ -147,15 +147,16 @@ def _delayed(
 def write_unless(old: tuple[Tensor | None, ...], new: tuple[Tensor, ...], noop: Tensor | None) -> None:
     """Copy ``new`` into ``old`` (None: not wanted), except where ``noop`` is 1.0.
 
-    Raises ``RuntimeError``, before anything is written, for a buffer of another dtype or shape, as the kernels do.
+    Raises ``RuntimeError``, before anything is written, for a buffer of another dtype, shape or device, as kernels do.
     """
     for mine, fresh in zip(old, new, strict=True):
         # Not the shape while compiling: it would be a guard on the size.
         shape_differs = mine is not None and not torch.compiler.is_compiling() and mine.shape != fresh.shape
-        if mine is not None and (mine.dtype != fresh.dtype or shape_differs):
+        if mine is not None and (mine.dtype != fresh.dtype or mine.device != fresh.device or shape_differs):
             raise RuntimeError(
-                f"tejit: a buffer to write has dtype {mine.dtype} and shape {tuple(mine.shape)}, but {fresh.dtype} and"
-                f" shape {tuple(fresh.shape)} are needed for this x; allocate it with make_empty"
+                f"tejit: a buffer to write has dtype {mine.dtype} and shape {tuple(mine.shape)} on {mine.device}, but"
+                f" {fresh.dtype} and shape {tuple(fresh.shape)} on {fresh.device} are needed for this x; allocate it"
+                " with make_empty"
             )
     for mine, fresh in zip(old, new, strict=True):
         if mine is not None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tejit.kernels import backend
+from tejit.kernels.arguments import QUANTIZES, refuse_gradients
 from tejit.kernels.fp8_block import reference
 from tejit.kernels.fp8_block.reference import (
     BLOCK,
@@ -54,6 +55,7 @@ def quantize(x: Tensor, fp8: int, dim: int, rowwise: bool, columnwise: bool, pow
         :func:`scale_shape` ``(M, K)``, uint8 transposed, float32 of :func:`scale_shape` ``(K, M)``; unwanted
         buffers have shape ``(0,)``.
     """
+    refuse_gradients("kernels.fp8_block.quantize", QUANTIZES, x=x)
     if backend.use_ops(x.device):
         return torch.ops.tejit.fp8_block_quantize.default(x, fp8, dim, rowwise, columnwise, pow2, eps)
     return reference.quantize(x, fp8, dim, rowwise, columnwise, pow2, eps)
@@ -73,6 +75,7 @@ def quantize_out(
 ) -> None:
     """:func:`quantize` into given buffers (a direction's two, or None for both); ``noop`` (float32, one element)
     equal to 1.0 leaves them as they are."""
+    refuse_gradients("kernels.fp8_block.quantize_out", QUANTIZES, x=x)
     arguments = (x, fp8, dim, pow2, eps, noop, row, row_scale_inv, col, col_scale_inv)
     if backend.use_ops(x.device):
         torch.ops.tejit.fp8_block_quantize_out.default(*arguments)

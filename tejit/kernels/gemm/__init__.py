@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tejit.kernels.arguments import QUANTIZES, refuse_gradients
 from tejit.kernels.gemm import emulated, native
 from tejit.kernels.gemm.native import emulation_reason, is_native
 from tejit.kernels.gemm.operand import Operand
@@ -30,7 +31,10 @@ def gemm(
 
     Returns:
         ``(M, N)`` of ``out_dtype``.
+
+    Raises ``RuntimeError``, in grad mode, for a bias or values of a plain operand that require grad.
     """
+    refuse_gradients("kernels.gemm.gemm", QUANTIZES, a=a.codes, b=b.codes, bias=bias)
     if is_native(a, b):
         return native.gemm(a, b, out_dtype, bias, fast_accum)
     return emulated.gemm(a, b, out_dtype, bias)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tejit.kernels import backend
+from tejit.kernels.arguments import QUANTIZES, refuse_gradients
 from tejit.kernels.fp8_block.reference import Four, matrix_shape
 from tejit.kernels.mxfp8 import reference
 from tejit.kernels.mxfp8.reference import (
@@ -55,6 +56,7 @@ def quantize(x: Tensor, fp8: int, rowwise: bool, columnwise: bool, square: bool,
 
     Raises ``ValueError`` for a size that is no multiple of 32.
     """
+    refuse_gradients("kernels.mxfp8.quantize", QUANTIZES, x=x)
     check_shape(tuple(x.shape), rowwise, columnwise, square)
     if backend.use_ops(x.device):
         return torch.ops.tejit.mxfp8_quantize.default(x, fp8, rowwise, columnwise, square, swizzled)
@@ -74,6 +76,7 @@ def quantize_out(
 ) -> None:
     """:func:`quantize` into given buffers (a direction's two, or None for both); ``noop`` (float32, one element)
     equal to 1.0 leaves them as they are."""
+    refuse_gradients("kernels.mxfp8.quantize_out", QUANTIZES, x=x)
     check_shape(tuple(x.shape), row is not None, col is not None, square)
     arguments = (x, fp8, square, swizzled, noop, row, row_scale_inv, col, col_scale_inv)
     if backend.use_ops(x.device):

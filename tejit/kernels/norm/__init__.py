@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from tejit.kernels import backend
-from tejit.kernels.fused import Cast, Four, refuse_gradients
+from tejit.kernels.arguments import refuse_gradients
+from tejit.kernels.fused import Cast, Four
 from tejit.kernels.norm import reference
 
 __all__ = ["norm", "norm_quantize"]
 
-_TRAINS = "tejit.LayerNorm, RMSNorm and LayerNormLinear"
+_TRAINS = "tejit.LayerNorm, RMSNorm and LayerNormLinear train"
 
 
 def norm(
@@ -38,7 +39,7 @@ def norm(
     Raises ``RuntimeError`` for an ``x`` that is no matrix, parameters of another shape, an ``eps`` below 0, and in grad
     mode for tensors that require grad: it has no derivative.
     """
-    refuse_gradients("kernels.norm.norm", _TRAINS, x, weight, bias)
+    refuse_gradients("kernels.norm.norm", _TRAINS, x=x, weight=weight, bias=bias)
     arguments = (x, weight, bias, eps, rms, zero_centered)
     run = torch.ops.tejit.norm.default if backend.use_ops(x.device) else reference.norm
     y, mean, rstd = run(*arguments)
@@ -67,7 +68,7 @@ def norm_quantize(
 
     Raises as :func:`norm` and as the format's own op.
     """
-    refuse_gradients("kernels.norm.norm_quantize", _TRAINS, x, weight, bias)
+    refuse_gradients("kernels.norm.norm_quantize", _TRAINS, x=x, weight=weight, bias=bias)
     arguments = (x, weight, bias, eps, rms, zero_centered, multiple, *cast)
     run = torch.ops.tejit.norm_quantize.default if backend.use_ops(x.device) else reference.norm_quantize
     row, row_scale_inv, col, col_scale_inv, mean, rstd = run(*arguments)

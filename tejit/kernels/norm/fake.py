@@ -5,12 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tejit.kernels.arguments import require_multiple
 from tejit.kernels.fused import Cast, described
+from tejit.kernels.norm import reference
 
 
 def norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool, zero_centered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
+    reference.check(x, weight, bias, eps)
     rows, columns = x.shape
     return (
         x.new_empty((rows, columns)),
@@ -29,6 +32,7 @@ def norm_quantize(
     multiple: int,
     *cast: object,
 ) -> tuple[Tensor, ...]:
+    require_multiple(multiple)
     y, mean, rstd = norm(x, weight, bias, eps, rms, zero_centered)
     rows, columns = y.shape
     padded = x.new_empty((-(-rows // multiple) * multiple, columns))

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tejit.kernels.arguments import require_dtype, require_matrix, require_multiple, require_same_device
 from tejit.kernels.fp8.reference import divide
 from tejit.kernels.fused import Cast, Four, quantized
 from tejit.kernels.rounding import as_rounded, multiply_add
@@ -47,7 +48,7 @@ def sum_of_rows(x: Tensor, squared: bool = False) -> Tensor:
 def norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool, zero_centered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check(x, weight, bias, eps)
+    check(x, weight, bias, eps)
     values = as_rounded(x).to(torch.float32)
     count = values.new_full((1, 1), values.shape[1])
     mean = x.new_empty((0,), dtype=torch.float32)
@@ -67,7 +68,7 @@ def norm(
         y = y * gamma if beta is None else multiply_add(y, gamma, beta)
     elif beta is not None:
         y = y + beta
-    return as_rounded(y.to(x.dtype)), mean, rstd
+    return as_rounded(y.to(x.dtype).contiguous()), mean, rstd
 
 
 def norm_quantize(
@@ -80,6 +81,7 @@ def norm_quantize(
     multiple: int,
     *cast: object,
 ) -> tuple[Tensor, ...]:
+    require_multiple(multiple)
     y, mean, rstd = norm(x, weight, bias, eps, rms, zero_centered)
     four: Four = quantized(padded_rows(y, multiple), Cast(*cast))  # type: ignore[arg-type]
     return *four, mean, rstd
@@ -89,14 +91,18 @@ def padded_rows(y: Tensor, multiple: int) -> Tensor:
     return F.pad(y, (0, 0, 0, -y.shape[0] % multiple)) if multiple > 1 else y
 
 
-def _check(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> None:
-    if x.dim() != 2:
-        raise RuntimeError(f"tejit: x has shape {tuple(x.shape)}, but a matrix (rows, columns) is needed; reshape it")
+def check(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> None:
+    """Raises ``RuntimeError`` for arguments that no norm can be computed of."""
+    require_matrix(x)
+    require_same_device(x, weight=weight, bias=bias)
     if not eps >= 0:
         raise RuntimeError(f"tejit: eps is {eps}, but a number >= 0 is needed")
     for name, value in (("weight", weight), ("bias", bias)):
-        if value is not None and tuple(value.shape) != (x.shape[1],):
+        if value is None:
+            continue
+        if tuple(value.shape) != (x.shape[1],):
             raise RuntimeError(
                 f"tejit: {name} has shape {tuple(value.shape)}, but ({x.shape[1]},) is needed: one number for each"
                 " column of x"
             )
+        require_dtype(name, value)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tejit.kernels import backend
+from tejit.kernels.arguments import QUANTIZES, refuse_gradients
 from tejit.kernels.nvfp4 import reference
 from tejit.kernels.nvfp4.reference import (
     BLOCK,
@@ -91,6 +92,7 @@ def quantize(
 
     Raises ``ValueError`` for a shape that does not fit and for modes that exclude each other.
     """
+    refuse_gradients("kernels.nvfp4.quantize", QUANTIZES, x=x)
     check(tuple(x.shape), rowwise, columnwise, square)
     check_mode(rht, square, row_scaled, four_over_six, e4m3_max, seed is not None)
     mode = (rht, sign_mask, square, row_scaled, four_over_six, e4m3_max, swizzled, seed, row_amax, col_amax)
@@ -121,6 +123,7 @@ def quantize_out(
 ) -> None:
     """:func:`quantize` into given buffers (a direction's three, or None for all); ``noop`` (float32, one element)
     equal to 1.0 leaves them as they are."""
+    refuse_gradients("kernels.nvfp4.quantize_out", QUANTIZES, x=x)
     check(tuple(x.shape), row is not None, col is not None, square)
     check_mode(rht, square, row_scaled, four_over_six, e4m3_max, seed is not None)
     mode = (rht, sign_mask, square, row_scaled, four_over_six, e4m3_max, swizzled, seed, row_amax, col_amax)
@@ -139,6 +142,7 @@ def amax(
     Returns float32 ``(1,)``, with ``row_scaled`` ``(M,)`` and ``(K,)``; ``(0,)`` for a direction that is not wanted.
     Raises ``ValueError`` where columnwise data is to be rotated and M is no multiple of 16.
     """
+    refuse_gradients("kernels.nvfp4.amax", QUANTIZES, x=x)
     check(tuple(x.shape), False, columnwise and rht, False)
     if backend.use_ops(x.device):
         return torch.ops.tejit.nvfp4_amax.default(x, rowwise, columnwise, rht, sign_mask, row_scaled)
