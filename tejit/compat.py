@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
+from torch._functorch import pyfunctorch as _functorch
 from torch._library import opaque_object as _opaque
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import CheckpointFunction
@@ -134,7 +135,47 @@ def has_tangent(*tensors: torch.Tensor | None) -> bool:
     """Whether forward-mode differentiation is after one of these, in eager code."""
     if forward_ad._current_level < 0:
         return False
-    return any(tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
+    return any(tensor is not None and _is_dual(tensor) for tensor in tensors)
+
+
+def _is_dual(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has a tangent at any level of nested transforms of functions (``grad`` or ``vmap`` in ``jvp``).
+
+    Each level wraps the tensors of the one outside it, and torch answers for the innermost one only.
+    """
+    level = torch._C._functorch.peek_interpreter_stack()
+    if level is None:
+        return forward_ad.unpack_dual(tensor).tangent is not None
+    if level.key() == torch._C._functorch.TransformType.Jvp and forward_ad.unpack_dual(tensor).tangent is not None:
+        return True
+    with _functorch.temporarily_pop_interpreter_stack():
+        if torch._C._functorch.maybe_get_level(tensor) == level.level():
+            tensor = torch._C._functorch.get_unwrapped(tensor)
+        return _is_dual(tensor)
+
+
+def refuse_tangents(*tensors: torch.Tensor | None) -> None:
+    """Raises ``NotImplementedError`` where forward-mode differentiation is after one of the tensors that go into a
+    quantized function, which has no rule for it. Where no gradient is to be computed nothing else would notice.
+
+    A graph does not tell which tensors: there any ``jvp`` around the call counts.
+    """
+    if torch.compiler.is_compiling():
+        lost = _forward_mode_in_graph()
+    else:
+        lost = forward_ad._current_level >= 0 and has_tangent(*tensors)
+    if lost:
+        raise NotImplementedError(
+            "forward-mode differentiation (torch.func.jvp, forward_ad) does not go through quantized products: the"
+            " tangent would be lost. Leave this call out of tejit.autocast"
+        )
+
+
+@constant_result
+def _forward_mode_in_graph() -> bool:
+    """Whether the code that is traced is inside forward-mode differentiation. Torch guards the level that it is called
+    at, so a graph may keep the answer."""
+    return forward_ad._current_level >= 0
 
 
 @contextlib.contextmanager

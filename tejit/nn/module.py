@@ -167,11 +167,7 @@ class QuantizedModule(Delayed, KeepsAttached, Named, nn.Module):
             )
         if x.device != weight.device:
             raise ValueError(f"the input is on {x.device} and the weight on {weight.device}; move one of them")
-        if not torch.compiler.is_compiling() and compat.has_tangent(x, weight, bias):
-            raise NotImplementedError(
-                "forward-mode differentiation (torch.func.jvp, forward_ad) does not go through quantized products: the"
-                " tangent would be lost. Leave this call out of tejit.autocast"
-            )
+        compat.refuse_tangents(x, weight, bias)
         kind = x.device.type
         if compat.autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)

@@ -179,6 +179,7 @@ class LayerNormMLP(NormedModule):
 
     def _behind(self, low: Tensor, weight: Any, bias: Tensor | None) -> tuple[Any, Tensor | None]:
         """``fc2``'s operands in the dtype of ``low``, which :meth:`_operands` gave for ``fc1``."""
+        compat.refuse_tangents(weight, bias)
         if compat.autocast_enabled(low.device.type):
             bias = eligible(bias, low.dtype)
             if not weights.is_quantized(weight):

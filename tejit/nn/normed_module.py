@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tejit import compat
 from tejit.nn.arguments import one_of
 from tejit.nn.fused import NORMS
 from tejit.nn.module import QuantizedModule
@@ -64,6 +65,12 @@ class NormedModule(QuantizedModule):
         nn.init.constant_(self.layer_norm_weight, 0.0 if self.zero_centered_gamma else 1.0)
         if self.layer_norm_bias is not None:
             nn.init.zeros_(self.layer_norm_bias)
+
+    def _operands(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, features: str = "in_features"
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        compat.refuse_tangents(self.layer_norm_weight, self.layer_norm_bias)
+        return super()._operands(x, weight, bias, features)
 
     def _plain_norm(self, x: Tensor) -> Tensor:
         weight = gamma(self.layer_norm_weight, self.zero_centered_gamma)
