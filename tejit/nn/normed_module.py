@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tejit import compat
@@ -14,7 +13,7 @@ from tejit.nn.arguments import one_of
 from tejit.nn.fused import NORMS
 from tejit.nn.module import QuantizedModule
 from tejit.nn.norm_linear_function import NormPlan, any_needs_grad
-from tejit.nn.norms import gamma
+from tejit.nn.norms import layer_norm, rms_norm
 
 Init = Callable[[Tensor], object]
 
@@ -73,10 +72,10 @@ class NormedModule(QuantizedModule):
         return super()._operands(x, weight, bias, features)
 
     def _plain_norm(self, x: Tensor) -> Tensor:
-        weight = gamma(self.layer_norm_weight, self.zero_centered_gamma)
+        weight, bias = self.layer_norm_weight, self.layer_norm_bias
         if self.normalization == "LayerNorm":
-            return F.layer_norm(x, self.layer_norm_weight.shape, weight, self.layer_norm_bias, self.eps)
-        return F.rms_norm(x, self.layer_norm_weight.shape, weight, self.eps)
+            return layer_norm(x, weight.shape, weight, bias, self.eps, self.zero_centered_gamma)
+        return rms_norm(x, weight.shape, weight, self.eps, self.zero_centered_gamma)
 
     def _norm_plan(self, dtype: torch.dtype) -> NormPlan:
         return NormPlan(self.normalization, self.eps, self.zero_centered_gamma, dtype, self.return_layernorm_output)

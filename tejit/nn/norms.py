@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tejit import compat
 from tejit.nn.module import checked_dtype
 from tejit.nn.naming import Named, checked_name
 
@@ -53,8 +54,7 @@ class LayerNorm(Named, nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """``input`` normalised over its last dimensions, those of ``normalized_shape``."""
-        weight = gamma(self.weight, self.zero_centered_gamma)
-        return F.layer_norm(input, self.normalized_shape, weight, self.bias, self.eps)
+        return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps, self.zero_centered_gamma)
 
 
 class RMSNorm(Named, nn.RMSNorm):
@@ -62,7 +62,7 @@ class RMSNorm(Named, nn.RMSNorm):
 
     Args:
         normalized_shape, eps, elementwise_affine, device, dtype: as in ``torch.nn.RMSNorm``; ``eps=None``, the
-            default, is the smallest step of the input's dtype.
+            default, is torch's: the smallest step of float32, of float64 for such an input.
         params_dtype: another name of ``dtype``.
         zero_centered_gamma: ``weight`` holds ``gamma - 1`` and begins at zero, where weight decay pulls it.
         name: what recipes and ``tejit.name_modules`` call the layer.
@@ -97,9 +97,42 @@ class RMSNorm(Named, nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """``x`` normalised over its last dimensions, those of ``normalized_shape``."""
-        return F.rms_norm(x, self.normalized_shape, gamma(self.weight, self.zero_centered_gamma), self.eps)
+        return rms_norm(x, self.normalized_shape, self.weight, self.eps, self.zero_centered_gamma)
 
 
-def gamma(weight: Tensor | None, zero_centered: bool) -> Tensor | None:
-    """What a norm multiplies by: its weight, or one more."""
-    return weight + 1 if zero_centered and weight is not None else weight
+def layer_norm(
+    x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float, zero_centered: bool
+) -> Tensor:
+    """``F.layer_norm``; where ``zero_centered``, gamma is one more than the weight."""
+    if not zero_centered or weight is None:
+        return F.layer_norm(x, shape, weight, bias, eps)
+    y = F.layer_norm(_operand(x), shape, _widened(weight) + 1, None if bias is None else _widened(bias), eps)
+    return _result(y, x)
+
+
+def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float | None, zero_centered: bool) -> Tensor:
+    """``F.rms_norm``; where ``zero_centered``, gamma is one more than the weight."""
+    if not zero_centered or weight is None:
+        return F.rms_norm(x, shape, weight, eps)
+    y = F.rms_norm(_operand(x), shape, _widened(weight) + 1, eps)
+    return _result(y, x)
+
+
+def _operand(x: Tensor) -> Tensor:
+    """``x`` in gamma's dtype: on CUDA torch's norms want one."""
+    return x if _autocast_decides(x) else _widened(x)
+
+
+def _result(y: Tensor, x: Tensor) -> Tensor:
+    """The norm of :func:`_operand` in the dtype that torch gives the norm of ``x``."""
+    return y if y.dtype == x.dtype or _autocast_decides(x) else y.to(x.dtype)
+
+
+def _autocast_decides(x: Tensor) -> bool:
+    """Whether ``torch.autocast`` gives operands and output their dtype; on the CPU it leaves norms alone."""
+    return x.device.type != "cpu" and compat.autocast_enabled(x.device.type)
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    """In float32 at least. In two bytes ``1 + weight`` would lose a small weight: in bfloat16 all below 2^-8."""
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor

@@ -19,9 +19,16 @@ ACTIVATIONS = {
 
 
 def norm(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    weight = 1 + m.layer_norm_weight if m.zero_centered_gamma else m.layer_norm_weight
+    weight, bias = m.layer_norm_weight, m.layer_norm_bias
+    if not m.zero_centered_gamma:
+        return _norm(m, x, weight, bias)
+    wide = torch.promote_types(x.dtype, torch.float32)  # a small weight is nothing beside 1 in two bytes
+    return _norm(m, x.to(wide), 1 + weight.to(wide), None if bias is None else bias.to(wide)).to(x.dtype)
+
+
+def _norm(m: nn.Module, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     if m.normalization == "LayerNorm":
-        return F.layer_norm(x, weight.shape, weight, m.layer_norm_bias, m.eps)
+        return F.layer_norm(x, weight.shape, weight, bias, m.eps)
     return F.rms_norm(x, weight.shape, weight, m.eps)
 
 
