@@ -99,9 +99,9 @@ def norm(
         ``(M, K)`` in ``dtype``; the mean, ``(M, 1)`` float32, None for ``RMSNorm``; ``rstd``, ``(M, 1)`` float32.
     """
     wanted = x.dtype if dtype is None else dtype
-    values = _rounded(x, torch.float32) if wanted != x.dtype else x  # so that the only rounding is to what is wanted
+    values = rounded(x, torch.float32) if wanted != x.dtype else x  # so that the only rounding is to what is wanted
     y, mean, rstd = norm_kernels.norm(values, weight, bias, eps, kind == "RMSNorm", zero_centered_gamma)
-    return _rounded(y, wanted), mean, rstd
+    return rounded(y, wanted), mean, rstd
 
 
 def norm_backward(
@@ -120,7 +120,7 @@ def norm_backward(
     dx = scaled - n * (scaled * n).mean(-1, keepdim=True)
     if mean is not None:
         dx = dx - scaled.mean(-1, keepdim=True)
-    return _rounded(dx * rstd, x.dtype), (grad32 * n).sum(0), grad32.sum(0)
+    return rounded(dx * rstd, x.dtype), (grad32 * n).sum(0), grad32.sum(0)
 
 
 def activated(
@@ -162,11 +162,11 @@ def activate_backward(grad: Tensor, x: Tensor, kind: str) -> Tensor:
     """The gradient of :func:`activate` for its input, in ``x``'s shape and dtype."""
     grad32 = grad.float()
     if kind not in GATED:
-        return _rounded(_derivative(grad32, x.float(), kind), x.dtype)
+        return rounded(_derivative(grad32, x.float(), kind), x.dtype)
     first, gate = _halves(x)
     function = ACTIVATIONS[kind]
     found = torch.cat([_derivative(grad32 * gate, first, function), grad32 * _function(first, function)], 1)
-    return _rounded(found, x.dtype)
+    return rounded(found, x.dtype)
 
 
 def _function(x: Tensor, function: str) -> Tensor:
@@ -198,7 +198,7 @@ def _gamma(weight: Tensor, zero_centered: bool) -> Tensor:
     return weight.float() + 1 if zero_centered else weight.float()
 
 
-def _rounded(value: Tensor, dtype: torch.dtype) -> Tensor:
+def rounded(value: Tensor, dtype: torch.dtype) -> Tensor:
     """``value`` in ``dtype``; itself where it is: on torch 2.11 a cast of nothing at a function's end loses its
     gradient."""
     return value if value.dtype == dtype else value.to(dtype)

@@ -156,12 +156,14 @@ def quantized_norm(x: Tensor, weight: Tensor, bias: Tensor | None, norm: NormPla
     arguments = (x, weight, bias, norm.eps, norm.kind, norm.zero_centered_gamma)
     y = low = None
     if norm.returned or products.keeps_input(plan):
-        y, mean, rstd = fused.norm(*arguments)
-        low = y if y.dtype == norm.dtype else y.to(norm.dtype)
+        # Two dtypes are two roundings of one float32 value: what is multiplied does not depend on what is returned.
+        y, mean, rstd = fused.norm(*arguments, x.dtype if x.dtype == norm.dtype else torch.float32)
+        low = fused.rounded(y, norm.dtype)
         inner = products.quantized(quantizer, low, multiple, plan, state, products.INPUT)
     else:
         inner, mean, rstd = fused.normed(*arguments, quantizer, multiple, norm.dtype, plan, state)
-    return Normed(inner, y if norm.returned else None, products.kept_input(plan, low, inner), (rstd, mean))
+    returned = fused.rounded(y, x.dtype) if norm.returned else None
+    return Normed(inner, returned, products.kept_input(plan, low, inner), (rstd, mean))
 
 
 def norm_gradients(

@@ -19,19 +19,13 @@ from tejit.recipe import (
 from tests.common import DEVICES, DTYPES, short
 from tests.nn import twins
 from tests.nn.bounds import STATELESS, bounds, recipe, relative_error
-from tests.nn.twins import randomised, results
+from tests.nn.twins import made, results
 
 pytestmark = pytest.mark.filterwarnings("ignore:MXFP8BlockScaling")
 
 
 #: Modules that begin with a norm: `linear` or an activation, by name, and what they are in torch's functions.
 KINDS = ["linear", *ACTIVATIONS]
-
-
-def made(kind, i, o, **arguments):
-    if kind == "linear":
-        return randomised(LayerNormLinear(i, o, **arguments)), twins.norm_linear
-    return randomised(LayerNormMLP(i, o, activation=kind, **arguments)), twins.norm_mlp
 
 
 def both(module, twin, x, grad, chosen, seed=0):
@@ -290,41 +284,6 @@ def test_mlp_that_checkpoints_itself_is_bit_equal_and_saves_its_input_alone(chos
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(tuple(t.shape)) or t, lambda t: t):
         run(x.requires_grad_())
     assert all(shape == (8, 16) for shape in saved)
-
-
-@pytest.mark.parametrize("kind", ["linear", "gelu"])
-def test_what_they_return(kind) -> None:
-    """The bias that was not added, and the norm's output, through which gradient flows."""
-    module, twin = made(kind, 32, 32, return_bias=True, return_layernorm_output=True)
-    x, grad = torch.randn(8, 32), torch.randn(8, 32)
-    bias = module.bias if kind == "linear" else module.fc2_bias
-
-    def ours(x):
-        y, returned, norm = module(x)
-        assert returned is bias
-        return y + returned + norm
-
-    want = results(lambda x: twin(module, x) + twins.norm(module, x), module, x, grad)
-    for chosen, bound in ((None, 1e-6), (Float8CurrentScaling(fp8_format=Format.E4M3), 0.1)):
-        with tejit.autocast(enabled=chosen is not None, recipe=chosen):
-            got = results(ours, module, x, grad)
-        for name, value in want.items():
-            assert relative_error(got[name], value) < bound, name
-    module.return_bias = False
-    with tejit.autocast():
-        y, norm = module(x)
-        assert relative_error(norm, twins.norm(module, x)) < 1e-6
-        assert relative_error(y, twin(module, x)) < 0.1
-
-
-def test_norm_s_output_alone_may_carry_the_gradient() -> None:
-    module, _ = made("linear", 32, 16, return_layernorm_output=True)
-    x = torch.randn(8, 32, requires_grad=True)
-    with tejit.autocast():
-        _, norm = module(x)
-    norm.square().sum().backward()
-    (want,) = torch.autograd.grad(twins.norm(module, x).square().sum(), x)
-    assert relative_error(x.grad, want) < 1e-5
 
 
 def test_products_of_the_mlp_have_names() -> None:

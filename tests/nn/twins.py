@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tejit import LayerNormLinear, LayerNormMLP
+
 #: Torch's activations by the names of ours.
 ACTIVATIONS = {
     "gelu": lambda x: F.gelu(x, approximate="tanh"),
@@ -104,3 +106,11 @@ def randomised(module: nn.Module, seed: int = 0) -> nn.Module:
                 value = 1 + value / 4
             p.copy_(value)
     return module
+
+
+def made(kind: str, i: int, o: int, **arguments):
+    """A module that begins with a norm and its twin: `LayerNormLinear` where `kind` is `linear`, else an MLP with the
+    activation of that name."""
+    if kind == "linear":
+        return randomised(LayerNormLinear(i, o, **arguments)), norm_linear
+    return randomised(LayerNormMLP(i, o, activation=kind, **arguments)), norm_mlp
