@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tejit.nn.arguments import one_of
+from tejit.nn.arguments import checked_eps, one_of
 from tejit.nn.linear import Linear
 from tejit.nn.module import checked_dtype
 from tejit.nn.naming import Named, checked_name
@@ -47,8 +47,8 @@ class MultiheadAttention(Named, nn.Module):
 
     Raises:
         ValueError: heads that do not divide ``hidden_size`` (without ``kv_channels``) or groups that do not divide the
-            heads; another ``attn_mask_type``; ``return_layernorm_output`` without ``input_layernorm``; and what the
-            projections raise.
+            heads; another ``attn_mask_type``; ``return_layernorm_output`` without ``input_layernorm``;
+            ``layernorm_epsilon`` below zero, infinite or NaN; and what the projections raise.
 
     Submodules: ``layernorm_qkv`` (a ``LayerNormLinear``) or, without ``input_layernorm``, ``qkv`` (a ``Linear``), the
     rows of its weight being those of all queries, then of all keys, then of all values, head after head; ``proj``.
@@ -91,6 +91,7 @@ class MultiheadAttention(Named, nn.Module):
             )
         if return_layernorm_output and not input_layernorm:
             raise ValueError("return_layernorm_output=True needs input_layernorm=True: there would be no norm")
+        layernorm_epsilon = checked_eps(layernorm_epsilon, "layernorm_epsilon")
         self.attention_dropout = attention_dropout
         self.attn_mask_type = one_of("attn_mask_type", attn_mask_type, MASKS)
         self.input_layernorm, self.return_layernorm_output = input_layernorm, return_layernorm_output

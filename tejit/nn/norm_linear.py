@@ -39,7 +39,7 @@ class LayerNormLinear(NormedModule):
 
     Raises:
         ValueError: ``dtype`` and ``params_dtype`` are both given and differ; ``return_bias`` without ``bias``; another
-            ``normalization``.
+            ``normalization``; ``eps`` below zero, infinite or NaN.
 
     Parameters: ``layer_norm_weight``, ``layer_norm_bias`` ``(in_features,)``, ``weight`` ``(out_features,
     in_features)``, ``bias`` ``(out_features,)``. Errors of forward are those of ``tejit.Linear``.

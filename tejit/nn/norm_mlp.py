@@ -56,7 +56,7 @@ class LayerNormMLP(NormedModule):
 
     Raises:
         ValueError: ``dtype`` and ``params_dtype`` are both given and differ; ``return_bias`` without ``bias``; another
-            ``normalization`` or ``activation``.
+            ``normalization`` or ``activation``; ``eps`` below zero, infinite or NaN.
 
     Parameters: ``layer_norm_weight``, ``layer_norm_bias`` ``(hidden_size,)``, ``fc1_weight`` ``(ffn_hidden_size,
     hidden_size)``, ``fc1_bias``, ``fc2_weight`` ``(hidden_size, ffn_hidden_size)``, ``fc2_bias``. With a gate ``fc1``

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tejit import compat
-from tejit.nn.arguments import one_of
+from tejit.nn.arguments import checked_eps, one_of
 from tejit.nn.fused import NORMS
 from tejit.nn.module import QuantizedModule
 from tejit.nn.norm_linear_function import NormPlan, any_needs_grad
@@ -21,8 +21,8 @@ Init = Callable[[Tensor], object]
 class NormedModule(QuantizedModule):
     """Base of the modules that begin with a norm: its parameters and how it runs.
 
-    Raises ``ValueError`` for a ``normalization`` that is none of ``NORMS`` and for a bias that is to be returned and is
-    not there.
+    Raises ``ValueError`` for a ``normalization`` that is none of ``NORMS``, an ``eps`` below zero, infinite or NaN, and
+    for a bias that is to be returned and is not there.
     """
 
     layer_norm_weight: nn.Parameter
@@ -50,7 +50,7 @@ class NormedModule(QuantizedModule):
             name, fuse_wgrad_accumulation=fuse_wgrad_accumulation, delay_wgrad_compute=delay_wgrad_compute
         )
         self.return_bias = return_bias
-        self.eps = eps
+        self.eps = checked_eps(eps)
         self.normalization = one_of("normalization", normalization, NORMS)
         self.zero_centered_gamma = zero_centered_gamma
         self.return_layernorm_output = return_layernorm_output

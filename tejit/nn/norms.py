@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tejit import compat
+from tejit.nn.arguments import checked_eps
 from tejit.nn.module import checked_dtype
 from tejit.nn.naming import Named, checked_name
 
@@ -22,7 +23,8 @@ class LayerNorm(Named, nn.LayerNorm):
         zero_centered_gamma: ``weight`` holds ``gamma - 1`` and begins at zero, where weight decay pulls it.
         name: what recipes and ``tejit.name_modules`` call the layer.
 
-    Raises ``ValueError`` where ``dtype`` and ``params_dtype`` are both given and differ.
+    Raises ``ValueError`` where ``dtype`` and ``params_dtype`` are both given and differ, or ``eps`` is below zero,
+    infinite or NaN.
     """
 
     zero_centered_gamma = False
@@ -43,7 +45,7 @@ class LayerNorm(Named, nn.LayerNorm):
         # Set before torch's __init__, which calls reset_parameters.
         object.__setattr__(self, "zero_centered_gamma", zero_centered_gamma)
         shape = normalized_shape if isinstance(normalized_shape, int) else list(normalized_shape)
-        super().__init__(shape, eps, elementwise_affine, bias, device, checked_dtype(dtype, params_dtype))
+        super().__init__(shape, checked_eps(eps), elementwise_affine, bias, device, checked_dtype(dtype, params_dtype))
         self.name = checked_name(name)
 
     def reset_parameters(self) -> None:
@@ -67,7 +69,8 @@ class RMSNorm(Named, nn.RMSNorm):
         zero_centered_gamma: ``weight`` holds ``gamma - 1`` and begins at zero, where weight decay pulls it.
         name: what recipes and ``tejit.name_modules`` call the layer.
 
-    Raises ``ValueError`` where ``dtype`` and ``params_dtype`` are both given and differ.
+    Raises ``ValueError`` where ``dtype`` and ``params_dtype`` are both given and differ, or ``eps`` is below zero,
+    infinite or NaN.
     """
 
     zero_centered_gamma = False
@@ -86,6 +89,7 @@ class RMSNorm(Named, nn.RMSNorm):
     ) -> None:
         object.__setattr__(self, "zero_centered_gamma", zero_centered_gamma)
         shape = normalized_shape if isinstance(normalized_shape, int) else list(normalized_shape)
+        eps = None if eps is None else checked_eps(eps)
         super().__init__(shape, eps, elementwise_affine, device, checked_dtype(dtype, params_dtype))
         self.name = checked_name(name)
 

@@ -1,7 +1,10 @@
 """LayerNorm and RMSNorm against torch's; gamma that is stored less one against float64, in modules with norms too."""
 
 import contextlib
+import math
+import re
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -41,6 +44,33 @@ def test_norms_take_what_torch_s_take() -> None:
     for make in (tejit.LayerNorm, tejit.RMSNorm):
         with pytest.raises(ValueError, match="two names of one argument"):
             make(4, dtype=torch.float16, params_dtype=torch.bfloat16)
+
+
+WITH_EPS = {
+    "LayerNorm": lambda eps: tejit.LayerNorm(8, eps),
+    "RMSNorm": lambda eps: tejit.RMSNorm(8, eps),
+    "LayerNormLinear": lambda eps: tejit.LayerNormLinear(8, 8, eps),
+    "LayerNormMLP": lambda eps: tejit.LayerNormMLP(8, 8, eps, normalization="RMSNorm"),
+    "MultiheadAttention": lambda eps: tejit.MultiheadAttention(8, 2, layernorm_epsilon=eps, input_layernorm=True),
+    "TransformerLayer": lambda eps: tejit.TransformerLayer(8, 8, 2, layernorm_epsilon=eps),
+}
+
+
+@pytest.mark.parametrize("kind", WITH_EPS)
+def test_eps_is_a_number_that_may_be_added(kind) -> None:
+    make, name = WITH_EPS[kind], "layernorm_epsilon" if kind in ("MultiheadAttention", "TransformerLayer") else "eps"
+    for wrong in (-1, -1e-30, math.nan, math.inf, -math.inf):
+        with pytest.raises(ValueError, match=rf"{name} is {wrong}; it must be a finite number of 0 or more"):
+            make(wrong)
+    for wrong in ("1e-5", True, [1e-5]):
+        with pytest.raises(TypeError, match=rf"{name} is {re.escape(repr(wrong))}; it must be a number"):
+            make(wrong)
+    for right in (0, 0.0, 1e-12, 1, np.float32(0.5)):
+        module = make(right)
+        found = [part.eps for part in module.modules() if hasattr(part, "eps")]
+        assert found == [right] * (2 if kind == "TransformerLayer" else 1)
+    x = torch.ones(1, 4, 8)
+    assert make(1e-3)(x).isfinite().all()
 
 
 # -- gamma stored less one ----------------------------------------------------------------------------------------
