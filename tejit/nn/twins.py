@@ -20,9 +20,9 @@ from tejit.nn.delayed_state import PREVIOUS, STORED
 from tejit.nn.linear import Linear
 from tejit.nn.linear_function import quantized_linear
 from tejit.nn.module import _OWN as OWN
-from tejit.nn.module import _WORKSPACE as WORKSPACE
 from tejit.nn.module import QuantizedModule
 from tejit.nn.norms import LayerNorm, RMSNorm
+from tejit.nn.workspace import PREFIX as WORKSPACE
 from tejit.recipe.model_init import quantized_model_init
 
 

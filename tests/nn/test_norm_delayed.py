@@ -10,8 +10,8 @@ from tejit import LayerNormMLP, TransformerLayer
 from tejit.recipe import DelayedScaling, Float8CurrentScaling
 from tests.common import DEVICES
 from tests.nn.bounds import bounds, relative_error
-from tests.nn.test_norm_modules import Parts, chained, made
-from tests.nn.twins import randomised, results
+from tests.nn.test_norm_modules import Parts, chained
+from tests.nn.twins import made, randomised, results
 
 SCALES = ("_delayed_scale", "_delayed_grad_scale", "_delayed_amax_history", "_delayed_grad_amax_history")
 
