@@ -161,7 +161,7 @@ def refuse_tangents(*tensors: torch.Tensor | None) -> None:
     A graph does not tell which tensors: there any ``jvp`` around the call counts.
     """
     if torch.compiler.is_compiling():
-        lost = _forward_mode_in_graph()
+        lost = forward_mode_in_graph()
     else:
         lost = forward_ad._current_level >= 0 and has_tangent(*tensors)
     if lost:
@@ -172,7 +172,7 @@ def refuse_tangents(*tensors: torch.Tensor | None) -> None:
 
 
 @constant_result
-def _forward_mode_in_graph() -> bool:
+def forward_mode_in_graph() -> bool:
     """Whether the code that is traced is inside forward-mode differentiation. Torch guards the level that it is called
     at, so a graph may keep the answer."""
     return forward_ad._current_level >= 0

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from tejit import compat
 from tejit.format_info import HIGH_PRECISION_DTYPES
 
 #: What to use in place of a function that quantizes.
@@ -30,13 +31,18 @@ def refuse_gradients(name: str, trains: str, **tensors: Tensor | None) -> None:
                     f"tejit: {name} has no derivative, and {key} requires grad: {trains}; or call it under"
                     " torch.no_grad()"
                 )
-    if forward_ad._current_level >= 0 and not torch.compiler.is_compiling() and torch._C._is_fwd_grad_enabled():
-        for key, tensor in tensors.items():
-            if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
-                raise RuntimeError(
-                    f"tejit: {name} has no derivative, and {key} has a tangent (torch.func.jvp, forward_ad), which"
-                    f" would be lost: {trains} in backward mode; or detach {key}"
-                )
+    if torch.compiler.is_compiling():
+        # A graph does not tell which tensors have one.
+        lost = "an argument" if compat.forward_mode_in_graph() else None
+    elif forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled():
+        lost = next((key for key, tensor in tensors.items() if compat.has_tangent(tensor)), None)
+    else:
+        lost = None
+    if lost is not None:
+        raise RuntimeError(
+            f"tejit: {name} has no derivative, and {lost} has a tangent (torch.func.jvp, forward_ad), which would be"
+            f" lost: {trains} in backward mode; or detach it"
+        )
 
 
 def require_same_device(x: Tensor, **others: Tensor | None) -> None:

@@ -77,6 +77,21 @@ def test_derivatives_are_refused_and_not_lost(where: str, name: str) -> None:
         call(x)
 
 
+def test_a_graph_loses_neither() -> None:
+    """Under TorchDynamo: a bias's gradient was lost in the view of a rounding, and every tangent in the op."""
+    x, bias = torch.randn(4, 8), torch.zeros(4, requires_grad=True)
+
+    def product(bias: Tensor) -> Tensor:
+        return gemm_kernels.gemm(plain(x), plain(x), torch.bfloat16, bias)
+
+    def tangent(x: Tensor) -> Tensor:
+        return torch.func.jvp(lambda x: norm(x, *NORM)[0], (x,), (x,))[1]
+
+    for function, argument in ((product, bias), (tangent, x)):
+        with pytest.raises(Exception, match="has no derivative"):
+            torch.compile(function, backend="aot_eager", fullgraph=True)(argument)
+
+
 def test_the_message_names_the_tensor() -> None:
     x, weight = torch.randn(4, 8), torch.ones(8, requires_grad=True)
     with pytest.raises(RuntimeError, match="and weight requires grad"):
