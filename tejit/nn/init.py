@@ -18,10 +18,8 @@ from tejit.recipe import LinearQuantizers
 from tejit.recipe.model_init import current_model_init
 from tejit.tensor import QuantizedTensor, Quantizer
 from tejit.tensor.attached import carry
+from tejit.tensor.kept import KEPT, keep, kept
 from tejit.tensor.serialization import allow
-
-#: Attribute of a parameter: its values before quantization, on the CPU.
-_INIT_VAL = "_high_precision_init_val"
 
 
 def quantize_parameters(module: Any, products: dict[str, str | tuple[Any, ...] | None]) -> None:
@@ -83,24 +81,26 @@ def _quantized(parameter: nn.Parameter, quantizer: Quantizer, preserve: bool) ->
     if preserve:
         made.get_high_precision_init_val = types.MethodType(get_high_precision_init_val, made)
         made.clear_high_precision_init_val = types.MethodType(clear_high_precision_init_val, made)
-        _preserve(made, values)
+        keep(made, values)
     return made
 
 
-def _preserve(parameter: Any, values: Tensor) -> None:
-    """Keep the values of a parameter that was made to keep them."""
-    if "get_high_precision_init_val" in vars(parameter) and not values.is_meta:
-        setattr(parameter, _INIT_VAL, values.detach().to("cpu", copy=True))
-
-
 def get_high_precision_init_val(parameter: Tensor) -> Tensor | None:
-    """A parameter's values before quantization, on the CPU; None after they were cleared."""
-    return vars(parameter).get(_INIT_VAL)
+    """The values that a parameter was quantized from, on the CPU: the initial ones, or those that were copied into it
+    since then (``load_state_dict``, ``copy_``, ``p.data = ...``), in the dtype that they came in.
+
+    None after ``clear_high_precision_init_val``, on the meta device, and where the parameter holds anything else than
+    their quantization: after a copy of a quantized tensor, another operation in place, or a copy inside of a graph
+    (``torch.compile``, CUDA graphs). Then ``parameter.dequantize()`` is all there is. To know, the values are
+    quantized and compared.
+    """
+    return kept(parameter)
 
 
 def clear_high_precision_init_val(parameter: Tensor) -> None:
-    """Forget a parameter's values before quantization."""
-    vars(parameter).pop(_INIT_VAL, None)
+    """Forget the values that a parameter was quantized from, and keep no others; ``reset_parameters`` keeps them
+    again. A parameter that is written in each step is to be cleared: each copy into it makes one to the CPU."""
+    vars(parameter).pop(KEPT, None)
 
 
 @contextlib.contextmanager
@@ -123,7 +123,8 @@ def in_high_precision(module: Any, *names: str) -> Iterator[None]:
         if not values.is_meta:
             with torch.no_grad():
                 quantized[name].copy_(values)
-            _preserve(quantized[name], values)
+            if "get_high_precision_init_val" in vars(quantized[name]):
+                keep(quantized[name], values)
 
 
 allow(get_high_precision_init_val, clear_high_precision_init_val)

@@ -39,10 +39,13 @@ class quantized_model_init:
         enabled: False builds high-precision parameters inside an outer ``quantized_model_init``.
         recipe: whose quantizers for weights make them; None means ``default_recipe()``. Train under ``autocast`` with
             the same recipe; without ``autocast`` the weights are dequantized.
-        preserve_high_precision_init_val: each quantized parameter keeps its initial values, in the module's dtype on
-            the CPU, for the masters of an optimizer: ``parameter.get_high_precision_init_val()`` gives them (None
-            after ``parameter.clear_high_precision_init_val()``, and on the meta device). Conversions of the module
-            leave them where and as they are.
+        preserve_high_precision_init_val: each quantized parameter keeps the values that it was quantized from, on the
+            CPU, for the masters of an optimizer: ``parameter.get_high_precision_init_val()`` gives them. They are the
+            initial ones, in the module's dtype, until ``load_state_dict`` or ``parameter.copy_`` brings others from
+            high precision, in the dtype that they come in. It gives None where the parameter holds anything but their
+            quantization (it took over a quantized tensor, or was changed in place), on the meta device, and after
+            ``parameter.clear_high_precision_init_val()``. Conversions of the module leave them where and as they are.
+            With ``load_state_dict(assign=True)`` the parameter is another one, without these methods.
 
     Weights have both directions, under ``torch.no_grad()`` rowwise data only. A weight whose shape does not fit stays
     in high precision, which is said once. Optimizers update them by ``copy_`` and other in-place operations, which

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tejit.format_info import HIGH_PRECISION_DTYPES
 from tejit.tensor.attached import PARAMETER_MARK, carry
+from tejit.tensor.kept import note_write
 from tejit.tensor.storage import QuantizedTensorStorage
 
 aten = torch.ops.aten
@@ -243,11 +244,14 @@ def _copy_into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target, source = args[0], args[1]
     target._require_whole("copy_")
     target._require_data()
+    values: Tensor | None = None
     if not (is_quantized(source) and target._copy_buffers(source)):
         values = source._dequantize(torch.float32) if is_quantized(source) else torch.as_tensor(source)
         if values.dtype not in HIGH_PRECISION_DTYPES:
             values = values.to(target.dtype)
-        target._known_quantizer()._write(values.expand(target.shape), target)
+        values = values.expand(target.shape)
+        target._known_quantizer()._write(values, target)
+    note_write(target, None if is_quantized(source) else values)
     return target
 
 
@@ -282,6 +286,7 @@ def _dequantize_and_run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     result = func(*new_args, **new_kwargs)
     for target, values in written:
         target._known_quantizer()._write(values, target)
+        note_write(target, None)
     return _restore(result, written)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from tejit.tensor import serialization
 from tejit.tensor.attached import attached
 from tejit.tensor.dispatch import dispatch
+from tejit.tensor.kept import note_write
 from tejit.tensor.storage import QuantizedTensorStorage
 from tejit.tensor.swapping import SwappedState
 
@@ -110,6 +111,7 @@ class QuantizedTensor(Tensor, _Mixed):
                 f"cannot assign data of shape {tuple(value.shape)} to a {type(self).__name__} of shape"
                 f" {tuple(self.shape)}"
             )
+        values: Tensor | None = None
         if type(value) is not type(self):
             values = value.detach().to(self.device)
             value = self._known_quantizer().replace(internal=False).quantize(values, dtype=self._dtype)
@@ -119,6 +121,7 @@ class QuantizedTensor(Tensor, _Mixed):
                 f" {self.device}"
             )
         self._take_state(value)
+        note_write(self, values)
 
     def _become(self, value: QuantizedTensor) -> None:
         """Take over the nominal dtype, device and buffers of ``value``, of the same class, in place: the object, its

@@ -1,0 +1,75 @@
+"""The high-precision values that a quantized parameter was made from, where somebody asked to keep them.
+
+They lie beside the parameter, on the CPU. They are true only as long as the parameter holds their quantization, and a
+parameter can be written to in many ways: through an alias (``p.data``, the tensors of a state dict), by a kernel, by a
+compiled graph, by another process. So whoever asks for them gets them compared first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+#: The attribute. Absent: nobody asked to keep values, or they were cleared. None: asked for, and none at hand.
+KEPT = "_high_precision_init_val"
+
+
+def keep(tensor: Any, values: Tensor | None) -> None:
+    """Make ``values`` the kept ones, copied to the CPU; None, or values without memory: there are none at hand."""
+    if values is not None:
+        values = None if values.is_meta else values.detach().to("cpu", copy=True)
+    tensor.__dict__[KEPT] = values
+
+
+def note_write(tensor: Any, values: Tensor | None) -> None:
+    """``tensor`` was written to, with its quantization of ``values`` (None: not from high precision).
+
+    Does nothing to a tensor that keeps no values. A graph, of either kind, holds no copy to the CPU: what it writes
+    counts as unknown.
+    """
+    if KEPT in tensor.__dict__:
+        keep(tensor, None if torch.compiler.is_compiling() or _is_capturing(tensor) else values)
+
+
+def _is_capturing(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def kept(tensor: Any) -> Tensor | None:
+    """The kept values, where the bytes of ``tensor`` are their quantization; else None, and they are dropped."""
+    values = tensor.__dict__.get(KEPT)
+    if values is None or tensor.is_meta:
+        return None
+    if not _holds(tensor, values):
+        tensor.__dict__[KEPT] = values = None
+    return values
+
+
+@torch.no_grad()
+def _holds(tensor: Any, values: Tensor) -> bool:
+    """Whether ``copy_`` of ``values`` would change no byte, but for those that are rounded at random."""
+    quantizer = tensor._quantizer
+    if quantizer is None or tuple(values.shape) != tuple(tensor.shape):
+        return False
+    values = values.to(tensor.device)
+
+    def quantized() -> Any:
+        again = torch.empty_like(tensor.detach())
+        quantizer._write(values, again)
+        return again
+
+    again = quantized()
+    differ = [name for name in tensor._buffer_keywords() if not _equal(tensor, again, name)]
+    if not differ:
+        return True
+    # What two calls do not agree on is random: codes rounded stochastically. Scales are not, and other values have
+    # others.
+    once_more = quantized()
+    return not any(_equal(again, once_more, name) for name in differ)
+
+
+def _equal(mine: Any, other: Any, name: str) -> bool:
+    a, b = getattr(mine, name), getattr(other, name)
+    return a is None or torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
