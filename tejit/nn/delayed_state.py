@@ -30,6 +30,7 @@ from tejit.recipe import (
     observed_recipe,
 )
 from tejit.recipe.model_init import current_model_init
+from tejit.tensor import QuantizedTensor
 from tejit.tensor.attached import carry
 
 SCALE = "_delayed_scale"
@@ -311,6 +312,16 @@ def _buffers(module: Delayed | None) -> DelayedBuffers | None:
 
 
 def plain_state_dict(module: nn.Module) -> dict[str, Any]:
-    """``module.state_dict()`` less the state of delayed scaling: what ``torch.nn`` modules of the same parameters
-    load strictly, the form to give away."""
-    return {key: value for key, value in module.state_dict().items() if key.rpartition(".")[2] not in STORED}
+    """``module.state_dict()`` in the form to give away: without the state of delayed scaling, and with plain tensors of
+    their nominal dtype in place of quantized ones. ``torch.nn`` modules of the same parameters load it strictly, and
+    what knows plain tensors only saves it (safetensors).
+
+    Tied entries stay one tensor. All else is as in ``state_dict()``: plain tensors share the module's memory.
+    """
+    state = module.state_dict()
+    made: dict[tuple[int, ...], Tensor] = {}  # a state dict has an alias of its own for each of several tied ones
+    for key, value in state.items():
+        if isinstance(value, QuantizedTensor):
+            buffers = tuple(id(buffer) for buffer in value._inner())
+            state[key] = made[buffers] if buffers in made else made.setdefault(buffers, value.dequantize())
+    return {key: value for key, value in state.items() if key.rpartition(".")[2] not in STORED}

@@ -229,6 +229,17 @@ class QuantizedTensor(Tensor, _Mixed):
         """Whether all buffers are in shared memory."""
         return all(buffer.is_shared() for buffer in self._inner() if buffer is not None)
 
+    def storage(self) -> Any:
+        """Raises ``RuntimeError``: there is no one memory, but several buffers. safetensors asks for it, and would then
+        write nothing. (``untyped_storage`` and ``data_ptr`` answer as torch does for tensors without memory: compilers
+        and checkpoints ask for those, and know what it means.)"""
+        raise RuntimeError(
+            f"a {type(self).__name__} has no storage of its own. To write it where plain tensors are needed, such as"
+            " safetensors, save tensor.dequantize(), and of a module tejit.plain_state_dict(module):"
+            " save_file(tejit.plain_state_dict(model), path), or"
+            " model.save_pretrained(path, state_dict=tejit.plain_state_dict(model)). torch.save keeps it quantized."
+        )
+
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
         """Raises ``BufferError``: DLPack knows no quantized tensors. Export ``dequantize()`` or a buffer instead."""
         raise BufferError(f"a {type(self).__name__} cannot be exported; use tensor.dequantize(), or one of its buffers")

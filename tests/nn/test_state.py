@@ -18,7 +18,7 @@ import tejit
 from tests.common import DATA, DTYPES, assert_bitwise_equal, short
 from tests.data import make_state
 from tests.formats.registry import buffers, each_case, quantized
-from tests.nn.test_quantized_init import RECIPES, assert_same_bytes, built, each_recipe, twin
+from tests.nn.test_quantized_init import RECIPES, TENSORS, assert_same_bytes, built, each_recipe, twin
 
 
 def quantizer(name):
@@ -87,9 +87,10 @@ def test_loading_by_swapping_keeps_what_is_attached(name) -> None:
 def test_a_state_dict_of_plain_tensors_to_give_away(name) -> None:
     """Oracle: torch's layer, which knows nothing of us, computes the same."""
     module = built(name, 64, 96, dtype=torch.bfloat16)
-    state = module.state_dict()
-    plain = {k: v.dequantize() if isinstance(v, tejit.QuantizedTensor) else v for k, v in state.items()}
-    assert {type(v) for v in plain.values()} == {torch.Tensor}
+    plain = tejit.plain_state_dict(module)
+    assert list(plain) == list(module.state_dict())
+    assert {(type(v), v.dtype, v.requires_grad) for v in plain.values()} == {(torch.Tensor, torch.bfloat16, False)}
+    assert plain["bias"].data_ptr() == module.bias.data_ptr()
     stranger = nn.Linear(64, 96, dtype=torch.bfloat16)
     stranger.load_state_dict(plain)
     x = torch.randn(3, 64, dtype=torch.bfloat16)
@@ -116,7 +117,7 @@ def test_another_size_is_torchs_error(sizes) -> None:
 def test_safetensors(name, tmp_path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     module = built(name, 64, 96)
-    plain = {k: v.dequantize() if isinstance(v, tejit.QuantizedTensor) else v for k, v in module.state_dict().items()}
+    plain = tejit.plain_state_dict(module)
     safetensors.save_file(plain, tmp_path / "plain")
     loaded = safetensors.load_file(tmp_path / "plain")
     target = built(name, 64, 96, seed=4)
@@ -127,9 +128,38 @@ def test_safetensors(name, tmp_path) -> None:
     loaded = safetensors.load_file(tmp_path / "buffers")
     for key, buffer in buffers(module.weight).items():
         assert_bitwise_equal(loaded[key], buffer)
-    # What is no plain tensor is an error, and no file of other bytes.
-    with pytest.raises(RuntimeError):
-        safetensors.save_file(module.state_dict(), tmp_path / "quantized")
+    # What is no plain tensor is an error that says what to do, and no file of other bytes.
+    for state in (module.state_dict(), {"weight": module.weight}):
+        with pytest.raises(RuntimeError, match=rf"a {TENSORS[name].__name__} has no storage.*tejit.plain_state_dict"):
+            safetensors.save_file(state, tmp_path / "quantized")
+        assert not (tmp_path / "quantized").exists()
+
+
+@each_recipe
+def test_the_plain_form_keeps_ties(name) -> None:
+    model = nn.ModuleDict({"a": built(name, 64, 96), "b": built(name, 64, 96), "c": built(name, 64, 96)})
+    model["c"].weight = model["a"].weight
+    plain = tejit.plain_state_dict(model)
+    assert plain["a.weight"] is plain["c.weight"]
+    assert plain["a.weight"] is not plain["b.weight"]
+    assert_bitwise_equal(plain["b.weight"], model["b"].weight.dequantize().detach())
+
+
+def test_a_hugging_face_model_is_saved_in_its_plain_form(tmp_path) -> None:
+    """Oracle: transformers' own model from the files, which knows nothing of us."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = transformers.LlamaForCausalLM(config)
+    tejit.convert(model, recipe=RECIPES["mxfp8"], filter_fn=lambda module, name: True, quantize_params=True)
+    with pytest.raises(RuntimeError, match=r"save_pretrained\(path, state_dict=tejit.plain_state_dict\(model\)\)"):
+        model.save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path, state_dict=tejit.plain_state_dict(model))
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    tokens = torch.arange(8)[None]
+    assert type(again.lm_head.weight) is nn.Parameter
+    torch.testing.assert_close(again(tokens).logits, model(tokens).logits, rtol=1e-5, atol=1e-5)
 
 
 @each_recipe
