@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import tejit
@@ -97,6 +98,39 @@ def test_a_resumed_run_equals_the_unbroken_one(build, at) -> None:
     second.load_state_dict(loaded(saved(first)))
     assert [*map(float, train(second, range(at, 8)))] == [*map(float, want[at:])]
     assert_same(state(second), state(unbroken))
+
+
+def prepared() -> nn.Sequential:
+    """The remedy of docs/delayed.md."""
+    model = layers()
+    for module in model.modules():
+        if hasattr(module, "keep_delayed_state"):
+            module.keep_delayed_state(RECIPE)
+    return model
+
+
+def prepared_by_convert() -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(31, 40), nn.GELU(), nn.Linear(40, 17))
+    return tejit.convert(model, recipe=RECIPE, filter_fn=lambda module, name: True)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.distributed", "ignore:.*TypedStorage")
+@pytest.mark.parametrize("build", [layers, built_under_the_recipe, prepared, prepared_by_convert])
+def test_distributed_checkpoints_read_the_keys_that_the_model_has(build, tmp_path) -> None:
+    """TE#1860. Into a model that never ran and was told of no recipe the state is not read, which docs/delayed.md says;
+    such a model is as one that loads a plain file. All others go on as the unbroken run does."""
+    unbroken, plain = layers(), layers()
+    train(unbroken, range(3))
+    dcp.save({"model": unbroken.state_dict()}, checkpoint_id=tmp_path)
+    plain.load_state_dict(tejit.plain_state_dict(unbroken))
+    resumed = build()
+    content = {"model": resumed.state_dict()}
+    dcp.load(content, checkpoint_id=tmp_path)
+    resumed.load_state_dict(content["model"])
+    want, fresh, got = (train(module, range(3, 6)) for module in (unbroken, plain, resumed))
+    assert want != fresh
+    assert got == (fresh if build is layers else want)
+    assert_same(state(resumed), state(plain if build is layers else unbroken))
 
 
 def test_plain_tensors_in_the_file_of_another_process() -> None:
