@@ -22,6 +22,7 @@ from tejit.formats.float8.slot import Float8SlotQuantizer
 from tejit.inspect import table
 from tejit.inspect.untouched import untouched
 from tejit.kernels.gemm import Operand, emulation_reason
+from tejit.kernels.gemm.operand import PLAIN
 from tejit.nn import twins
 from tejit.nn.module import QuantizedModule
 from tejit.recipe import LinearQuantizers, Recipe, autocast, current_recipe, default_recipe
@@ -74,7 +75,8 @@ class Explanation:
     def _summary(self) -> str:
         counts = [(what, sum(p.runs == what for p in self.products)) for what in (NATIVE, EMULATED)]
         layers = {p.layer for p in self.products}
-        plain = {p.layer for p in self.products if p.runs == HIGH_PRECISION and p.gemm == _ALL}
+        low = {p.layer for p in self.products if p.runs in (NATIVE, EMULATED)}
+        plain = {p.layer for p in self.products if p.runs == HIGH_PRECISION} - low
         told = ", ".join(f"{count} GEMMs {what}" for what, count in counts)
         return (
             f"{type(self.recipe).__name__} on {self.device}: {len(layers)} layers; {told}; layers"
@@ -244,7 +246,10 @@ def _product(
     else:
         a, b = _operands(gemm, quantizers, weight.device, call.dtype)
         formats, why = f"{_format(*a)} x {_format(*b)}", emulation_reason(a[1], b[1])
-        runs = NATIVE if why is None else EMULATED
+        if all(operand.kind == PLAIN for _, operand in (a, b)):
+            runs = HIGH_PRECISION  # there is nothing to dequantize
+        else:
+            runs = NATIVE if why is None else EMULATED
     if call.grad:
         if gemm == "dgrad" and not input_needs_grad:
             return formats, NOT_RUN, "the input needs no gradient"
@@ -282,7 +287,7 @@ def _operands(
 
 def _format(quantizer: Quantizer, operand: Operand) -> str:
     """An operand's format in a few words, from its bytes and how they are rounded."""
-    if operand.kind == "plain":
+    if operand.kind == PLAIN:
         return _short(operand.codes.dtype)
     words = [operand.kind.upper()]
     if operand.kind != "nvfp4":

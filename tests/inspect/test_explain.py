@@ -141,6 +141,29 @@ def test_products_that_do_not_run_and_operands_that_do_not_fit_say_why() -> None
     assert mixed["wgrad"] == ("float32 x MXFP8 E4M3", "emulated", "only one operand is quantized")
 
 
+@pytest.mark.parametrize("quantized", list(itertools.product([False, True], repeat=3)), ids=str)
+@pytest.mark.parametrize("nothing", [None, tejit.IdentityQuantizer()], ids=["None", "Identity"])
+def test_a_product_of_two_plain_operands_is_in_high_precision(nothing, quantized) -> None:
+    """Which operands a GEMM multiplies is written down here: input, weight and grad_output, in this order."""
+    chosen = dict(zip(("input", "weight", "grad_output"), quantized, strict=True))
+
+    def qfactory(role):
+        return tejit.MXFP8Quantizer() if chosen[role.tensor_type] else nothing
+
+    x = torch.randn(4, 1024, requires_grad=True)
+    explanation = tejit.explain(linear(), x, recipe=recipes.CustomRecipe(qfactory))
+    found = {gemm.strip(): p.runs for p in explanation.products for gemm in p.gemm.split(",")}
+    low = {
+        "fprop": chosen["input"] or chosen["weight"],
+        "dgrad": chosen["grad_output"] or chosen["weight"],
+        "wgrad": chosen["grad_output"] or chosen["input"],
+    }
+    assert found == {gemm: "emulated" if low[gemm] else "high precision" for gemm in GEMMS}
+    emulated = sum(low.values())
+    assert f"; 0 GEMMs native, {emulated} GEMMs emulated;" in str(explanation)
+    assert str(explanation).splitlines()[0].endswith(f"layers in high precision: {int(emulated == 0)}")
+
+
 def test_a_small_layer_of_ours_is_quantized_and_told_to_gain_nothing() -> None:
     found = rows(tejit.explain(linear(16, 16), torch.randn(4, 16, requires_grad=True)), "(root)")
     reason = "too small to gain: 16 -> 16, and a square layer starts at 730"
