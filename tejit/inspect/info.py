@@ -36,13 +36,38 @@ class Info(dict[str, Any]):
 
 
 def info(device: torch.device | str | None = None) -> Info:
-    """What ``python -m tejit info`` tells, and for each format whether its GEMM is native on ``device``, or why not.
+    """What ``python -m tejit info`` tells: for each format whether its GEMM is native on ``device``, or why not; what
+    is loaded, and what a build here would use or lack.
 
     Args:
         device: None is torch's default where one was set, else cuda if there is one, else cpu.
+
+    Raises what ``torch.device(device)`` raises.
     """
     from tejit.jit.info import collect
 
+    return Info(**_hardware(device), **collect())
+
+
+def _hardware(device: torch.device | str | None) -> dict[str, Any]:
     where = hardware.resolve_device(device)
-    native = {name: reason(where) or "native" for name, reason in _FORMATS.items()}
-    return Info(device=str(where), gemm=native, **collect())
+    return {"device": str(where), "gemm": {name: reason(where) or "native" for name, reason in _FORMATS.items()}}
+
+
+def for_command_line(sources: str | None = None) -> dict[str, Any]:
+    """The facts of :func:`info` where the import has loaded nothing: ``python -m tejit`` is to answer on machines on
+    which that fails. Never raises.
+
+    Args:
+        sources: root of the C++ and CUDA sources; None: the package's own.
+    """
+    from tejit.jit.info import collect
+
+    try:
+        native = _hardware(None)
+    except Exception as error:  # a driver that answers with an error is what the report is for
+        native = {"device": None, "gemm": {"error": str(error) or type(error).__name__}}
+    found = {**native, **collect(sources)}
+    if found["loaded"] is None:
+        found["loaded"] = "nothing by this command; import tejit takes the parts below"
+    return found

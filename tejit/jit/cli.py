@@ -7,7 +7,8 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from . import info, loader, maintain
 from .errors import TejitError
@@ -18,16 +19,21 @@ from .settings import parse_archs, read_settings
 from .sources import default_root
 
 
-def main(argv: Sequence[str] | None = None, sources: str | None = None) -> int:
+def main(
+    argv: Sequence[str] | None = None,
+    sources: str | None = None,
+    collect: Callable[[str | None], dict[str, Any]] = info.collect,
+) -> int:
     """Run the command line; return the exit status: 0, 1 for a failure, 2 for wrong arguments or settings.
 
     Args:
         sources: root of the C++ and CUDA sources; None: the package's own.
+        collect: what ``info`` tells, from that root; must not raise.
     """
     options = _parser().parse_args(argv)
     source_root = sources or default_root()
     if options.command in ("info", "doctor"):
-        report = info.collect(source_root)
+        report = collect(source_root)
         print(json.dumps(report, indent=1, default=str) if options.json else info.as_text(report))
         return 0
     try:
