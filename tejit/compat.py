@@ -12,6 +12,7 @@ import importlib
 import inspect
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -255,3 +256,14 @@ def in_reentrant_checkpoint() -> bool:
             return any(isinstance(value, torch.Tensor) and value.requires_grad for value in arguments)
         frame = frame.f_back
     return False
+
+
+def warn(text: str) -> None:
+    """``UserWarning`` that points to the line of the user's, however deep in tejit or torch it comes from: to the first
+    frame outside of both. (``warnings.warn`` can skip files since Python 3.12.)"""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("tejit", "torch"):
+        frame = frame.f_back
+    names = frame.f_globals
+    registry = names.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(text, UserWarning, frame.f_code.co_filename, frame.f_lineno, names.get("__name__"), registry)

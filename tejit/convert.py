@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from torch import nn
 
+from tejit import compat
 from tejit.nn import init, name_modules
 from tejit.nn.module import QuantizedModule
 from tejit.nn.naming import Named
@@ -226,7 +226,7 @@ def _warn(what: str, reasons: dict[str, str]) -> None:
     by_reason: dict[str, list[str]] = {}
     for name, reason in reasons.items():
         by_reason.setdefault(reason, []).append(name or "the module itself")
-    warnings.warn(what + "; ".join(f"{_listed(names)} ({reason})" for reason, names in by_reason.items()), stacklevel=4)
+    compat.warn(what + "; ".join(f"{_listed(names)} ({reason})" for reason, names in by_reason.items()))
 
 
 def _listed(names: Iterable[str]) -> str:

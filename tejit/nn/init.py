@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tejit import compat
 from tejit.formats import Float8CurrentScalingQuantizer, IdentityQuantizer
 from tejit.formats.float8.slot import Float8SlotQuantizer
 from tejit.recipe import LinearQuantizers
@@ -67,10 +67,9 @@ def _fits(quantizer: Quantizer, weight: Tensor, multiple: int) -> bool:
 def _say_it_stays(
     module: str, parameter: str, shape: tuple[int, ...], dtype: torch.dtype, quantizer: Quantizer
 ) -> None:
-    warnings.warn(
+    compat.warn(
         f"tejit: {module}.{parameter} of shape {shape} in {dtype} does not fit {quantizer!r} and stays in high"
-        " precision; it is quantized in each call under autocast (said once for each shape)",
-        stacklevel=4,
+        " precision; it is quantized in each call under autocast (said once for each shape)"
     )
 
 

@@ -69,8 +69,9 @@ def _check_fit(quantizer: Quantizer, weight: Any, name: str, multiple: int) -> N
                 fits = False
     if not fits:
         fields = {keyword: value for keyword, value in found.items() if keyword not in _NOT_FORMAT}
+        what = f"{type(weight).__name__} {fields}" if fields else type(weight).__name__
         raise RuntimeError(
-            f"Recipe mismatch for '{name}': the parameter is a {type(weight).__name__} {fields or ''}, and the recipe"
+            f"Recipe mismatch for '{name}': the parameter is a {what}, and the recipe"
             f" quantizes weights by {quantizer!r}. Use the recipe that the parameter was made under, or dequantize the"
             " parameter."
         )

@@ -6,7 +6,6 @@ import enum
 import fnmatch
 import functools
 import math
-import warnings
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -208,10 +207,9 @@ def _first_match(patterns: tuple[str, ...], name: str | None, full: str | None) 
 
 @functools.cache
 def _warn_of_no_name(patterns: tuple[str, ...]) -> None:
-    warnings.warn(
+    compat.warn(
         f"a recipe has overrides for {', '.join(patterns)}, and a module without a name asks for its quantizers: no"
-        " pattern can match it. Give it one with name=..., or all of them with tejit.name_modules(model).",
-        stacklevel=2,
+        " pattern can match it. Give it one with name=..., or all of them with tejit.name_modules(model)."
     )
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
+from tejit import compat
 from tejit.formats import MXFP8Quantizer, NVFP4Quantizer
 from tejit.kernels.nvfp4 import E4M3_MAXIMA
 from tejit.recipe.recipes import Format, LinearQuantizers, Recipe, check_switches, checked_format, linear_quantizers
@@ -35,10 +35,9 @@ class MXFP8BlockScaling(Recipe):
         checked_format(self.fp8_format)
         check_switches(self, "enable_2d_quantization")
         if self.fp8_format is Format.HYBRID:
-            warnings.warn(
+            compat.warn(
                 "MXFP8BlockScaling(fp8_format=Format.HYBRID): gradients in E5M2 are known to make training with MXFP8"
-                " diverge; Format.E4M3, the default, has enough range in blocks of 32",
-                stacklevel=3,
+                " diverge; Format.E4M3, the default, has enough range in blocks of 32"
             )
         forward, backward = self.fp8_format.forward_dtype, self.fp8_format.backward_dtype
         quantizers = linear_quantizers(

@@ -12,13 +12,13 @@ from __future__ import annotations
 import contextlib
 import sys
 import types
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tejit import compat
 from tejit.format_info import HIGH_PRECISION_DTYPES
 from tejit.tensor.attached import PARAMETER_MARK, carry
 from tejit.tensor.kept import note_write
@@ -308,4 +308,4 @@ def _announce(func: Any) -> None:
     text = f"tejit: {name} has no form on quantized tensors, so it dequantizes them first (said once per operation)"
     if _gives_views(func):
         text += "; its result is a copy and no view: writing to it does not reach the quantized tensor"
-    warnings.warn(text, stacklevel=4)
+    compat.warn(text)

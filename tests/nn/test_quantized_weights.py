@@ -154,6 +154,7 @@ def test_recipes_that_do_not_fit_are_errors_that_name_both() -> None:
             module(x)
         assert named in str(error.value)
         assert "Quantizer(" in str(error.value)
+        assert " ," not in str(error.value)
 
 
 def test_sizes_that_the_other_operands_pad_are_an_error() -> None:
