@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import threading
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -14,6 +17,8 @@ from tejit.recipe.delayed import delayed_rules
 from tejit.recipe.recipes import Float8CurrentScaling, Recipe
 from tejit.recipe.small_blocks import MXFP8BlockScaling
 from tejit.recipe.state import Pass
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class _Outer(NamedTuple):
@@ -63,7 +68,11 @@ class autocast:
     One instance may be entered again after it was left, and inside itself. Works inside and outside of
     compiled regions; returning to an earlier recipe recompiles nothing. Make recipes outside of them.
 
-    Raises ``TypeError`` where ``recipe`` is no recipe or ``enabled`` or ``calibrating`` no bool.
+    Also a decorator of functions and methods, ``@tejit.autocast(recipe=recipe)``: each call runs in a context of its
+    own, with the same arguments.
+
+    Raises ``TypeError`` where ``recipe`` is no recipe or ``enabled`` or ``calibrating`` no bool, and where what is
+    decorated is no function or runs after its call has returned (generators, coroutines).
     """
 
     def __init__(
@@ -87,6 +96,32 @@ class autocast:
         self._observing = None if enabled else asked
         self._group = amax_reduction_group
         self._delayed = len(delayed_rules(asked)) > 0
+
+        self._arguments = {
+            "enabled": enabled,
+            "recipe": recipe,
+            "calibrating": calibrating,
+            "amax_reduction_group": amax_reduction_group,
+        }
+
+    def __call__(self, function: Function) -> Function:
+        if not callable(function) or isinstance(function, type):
+            raise TypeError(
+                f"autocast got {function!r} to decorate; it must be a function or a method (of a module, forward)"
+            )
+        kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+        if any(is_kind(function) for is_kind in kinds):
+            raise TypeError(
+                f"autocast got {function!r} to decorate, which runs after its call has returned, hence outside of the"
+                " context; write `with tejit.autocast(...):` inside of it"
+            )
+
+        @functools.wraps(function)
+        def in_context(*arguments: Any, **keywords: Any) -> Any:
+            with autocast(**self._arguments):
+                return function(*arguments, **keywords)
+
+        return in_context  # type: ignore[return-value]
 
     def __enter__(self) -> autocast:
         state = _state

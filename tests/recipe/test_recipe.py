@@ -1,5 +1,6 @@
 """Recipes and autocast."""
 
+import copy
 import dataclasses
 import pickle
 import threading
@@ -10,6 +11,7 @@ import torch
 
 import tejit
 from tejit.recipe import (
+    DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
     Format,
@@ -180,6 +182,86 @@ def test_autocast_nests_is_reentrant_and_restores_after_errors() -> None:
     assert current_recipe() is None
     with tejit.autocast():
         assert current_recipe() == default_recipe()
+
+
+def test_autocast_decorates_functions() -> None:
+    outer, recipe = Float8CurrentScaling(), Float8CurrentScaling(amax_epsilon=0.5)
+
+    @tejit.autocast(recipe=recipe)
+    def asked(depth, *, fails=False):
+        """Of this test."""
+        if fails:
+            raise KeyError
+        return [current_recipe(), *(asked(depth - 1) if depth else [])]
+
+    class Layer(tejit.Linear):
+        @tejit.autocast(recipe=recipe)
+        def forward(self, x):
+            return super().forward(x)
+
+    assert asked.__name__ == "asked"
+    assert asked.__doc__ == "Of this test."
+    with tejit.autocast(recipe=outer):
+        assert asked(2) == [recipe] * 3
+        with pytest.raises(KeyError):
+            asked(0, fails=True)
+        assert current_recipe() is outer
+        assert tejit.autocast(enabled=False)(current_recipe)() is None
+    assert current_recipe() is None
+    assert tejit.autocast()(current_recipe)() == default_recipe()
+    layer, x = Layer(32, 32), torch.randn(4, 32)
+    with tejit.autocast(recipe=recipe):
+        want = tejit.Linear.forward(layer, x)
+    assert torch.equal(layer(x), want)
+    assert not torch.equal(tejit.Linear.forward(layer, x), want)
+
+
+def test_each_call_of_a_decorated_function_is_a_step_of_delayed_scaling() -> None:
+    recipe, batches = DelayedScaling(amax_history_len=3), [torch.randn(4, 32) * (i + 1) for i in range(3)]
+    layers = [tejit.Linear(32, 32) for _ in range(2)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    decorated = tejit.autocast(recipe=recipe)(layers[0])
+    for x in batches:
+        with tejit.autocast(recipe=recipe):
+            want = layers[1](x)
+        assert torch.equal(decorated(x), want)
+    assert layers[0]._delayed_scale.tolist() == layers[1]._delayed_scale.tolist() != [1.0, 1.0]
+
+
+@pytest.mark.parametrize("recipe", [Float8CurrentScaling(), DelayedScaling()], ids=["current", "delayed"])
+def test_a_decorated_function_is_one_graph(recipe) -> None:
+    layer, x = tejit.Linear(32, 32), torch.randn(4, 32)
+    twin = copy.deepcopy(layer)
+
+    @tejit.autocast(recipe=recipe)
+    def forward(x):
+        return layer(x).square()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(forward, backend="aot_eager", fullgraph=True)
+    for number in range(1, 3):
+        with tejit.autocast(recipe=recipe):
+            want = twin(number * x).square()
+        assert torch.equal(compiled(number * x), want)
+        assert not torch.equal(layer(number * x).square(), want)
+
+
+def test_what_autocast_cannot_decorate_is_an_error() -> None:
+    def generator():
+        yield current_recipe()
+
+    async def coroutine():
+        return current_recipe()
+
+    async def both():
+        yield current_recipe()
+
+    for function in (generator, coroutine, both):
+        with pytest.raises(TypeError, match=rf"{function.__name__}.*runs after its call has returned.*with tejit"):
+            tejit.autocast()(function)
+    for other in (None, 3, torch.nn.Linear):
+        with pytest.raises(TypeError, match="must be a function or a method"):
+            tejit.autocast()(other)
 
 
 def test_autocast_is_a_thread_s_own() -> None:
