@@ -53,11 +53,13 @@ def label_of(run: Result, results: Results) -> str:
 
 def spread(results: Results) -> list[str]:
     """A line on how far bf16 runs are apart that differ by their seed alone, where there are several."""
-    losses = [run.history.validation[-1] for run in results.runs if run.recipe == BASELINE]
-    if len(losses) < 2:
+    runs = [run for run in results.runs if run.recipe == BASELINE]
+    count = len({run.seed for run in runs})
+    if count < 2:
         return []
+    losses = [run.history.validation[-1] for run in runs]
     low, high = min(losses), max(losses)
-    seeds = f"{len(losses)} seeds of {RECIPES[BASELINE].label}"
+    seeds = f"{count} seeds of {RECIPES[BASELINE].label}"
     return [f"{seeds}: {low:.4f} to {high:.4f}, {100 * (high / low - 1):.2f} % apart."]
 
 

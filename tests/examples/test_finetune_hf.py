@@ -30,6 +30,12 @@ def test_both_runs_learn_and_agree(capsys: pytest.CaptureFixture[str]) -> None:
         "Float8CurrentScaling on cpu: 15 layers; 0 GEMMs native, 42 GEMMs emulated; layers in high precision: 1"
         in output
     )
+    # What happens is told before it happens: the first steps may take a minute.
+    told = [line for line in output.splitlines() if line]
+    assert [line.partition(":")[0] for line in told[:4]] == ["text", "model", "each run", "bf16"]
+    assert told[2] == "each run: 6 steps of 4 x 32 bytes on cpu"
+    assert told[3] == "bf16: building the model"
+    assert told[4].startswith("bf16: step 1, ")
     losses = dict(re.findall(r"^(\w+) \(.*?\): validation loss (\d+\.\d+)", output, re.MULTILINE))
     assert list(losses) == ["none", "current"]
     first = float(re.search(r"bf16: step 1, loss (\d+\.\d+)", output)[1])

@@ -313,6 +313,12 @@ def test_files_of_results_become_one_table_and_one_picture(
     found = re.search(r"^2 seeds of bf16: .*, (\d+\.\d+) % apart\.$", merged, re.MULTILINE)
     assert found is not None, merged
     assert float(found[1]) == pytest.approx(apart, abs=0.02)
+    # Seeds are counted, not runs.
+    for files, seeds in (([folder / "runs.json"] * 2, 0), ([folder / "runs.json"] * 2 + [Path("seed1.json")], 2)):
+        assert main(["--merge", *map(str, files), "--out", "all.png"]) == 0
+        again = capsys.readouterr().out
+        assert again.count("none (bf16") == len(files)
+        assert re.findall(r"^(\d+) seeds of", again, re.MULTILINE) == [str(seeds)] * (seeds > 0)
 
 
 @pytest.mark.parametrize(
