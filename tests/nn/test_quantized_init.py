@@ -309,6 +309,29 @@ def test_with_float32_masters_training_equals_that_of_high_precision_weights(nam
     assert abs(last_got - last_want) < (0.1 if name == "nvfp4" else 0.02) * want[0]
 
 
+def test_under_delayed_scaling_a_quantized_weight_has_the_scale_of_its_own_largest_value() -> None:
+    """So a step differs from one of float32 weights, whose scale is of earlier steps; both learn the same."""
+    recipe = recipes.DelayedScaling(amax_history_len=3)
+    quantized, plain = MLP(recipe), MLP()
+    masters = {name: p.get_high_precision_init_val() for name, p in quantized.named_parameters() if p.dim() == 2}
+    got = train(quantized, with_masters(quantized), recipe)
+    for name, master in masters.items():  # trained in place
+        weight = quantized.get_parameter(name)
+        torch.testing.assert_close(weight._scale_inv, (master.detach().abs().max() / 448).view(1), rtol=1e-6, atol=0)
+        assert_same_bytes(weight, RECIPES["current"].linear.weight.both.replace(internal=False)(master.detach()))
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=3e-3)
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    want = train(plain, step, recipe)
+    assert got != want
+    last_got, last_want = (sum(losses[-10:]) / 10 for losses in (got, want))
+    assert last_want < 0.1 * want[0]
+    assert abs(last_got - last_want) < 0.02 * want[0]
+
+
 @pytest.mark.parametrize(
     "make",
     [
