@@ -169,7 +169,19 @@ def replicate_quantized(rank: int):
     broadcast = model.first.weight.dequantize()
     result = train(ddp, [rank], context_of("current"))
     assert isinstance(model.first.weight, tejit.Float8Tensor)
-    return {"started": started, "broadcast": broadcast, "codes": model.first.weight._data, **result}
+    torch.manual_seed(rank)
+    with tejit.quantized_model_init(recipe=tejit.recipe.MXFP8BlockScaling(), preserve_high_precision_init_val=True):
+        layer = tejit.Linear(32, 32)
+    had = layer.weight.get_high_precision_init_val() is not None
+    replicated(layer)
+    kept = layer.weight.get_high_precision_init_val()
+    return {
+        "started": started,
+        "broadcast": broadcast,
+        "codes": model.first.weight._data,
+        "kept": (had, kept is not None),
+        **result,
+    }
 
 
 # -- tests --------------------------------------------------------------------------------------------------------
@@ -263,6 +275,7 @@ def test_ddp_over_quantized_parameters_keeps_the_ranks_equal(tmp_path) -> None:
     assert torch.equal(first["broadcast"], first["started"])
     assert torch.equal(second["broadcast"], first["started"])
     assert torch.equal(first["codes"], second["codes"])
+    assert second["kept"] == (True, False)  # rank 0's values came in their place
     model = Model()
     model.first.weight = nn.Parameter(Float8CurrentScalingQuantizer()(model.first.weight.detach()))
     with warnings.catch_warnings():
