@@ -132,6 +132,11 @@ def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     return super(torch.autograd.Function, function).apply(*arguments)
 
 
+def bound(op: Any) -> Callable[..., Any]:
+    """What calling an op's overload calls, for eager code: without a Python function between, where torch lets it."""
+    return getattr(op, "_op", op)
+
+
 def has_tangent(*tensors: torch.Tensor | None) -> bool:
     """Whether forward-mode differentiation is after one of these, in eager code."""
     if forward_ad._current_level < 0:

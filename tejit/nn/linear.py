@@ -100,13 +100,13 @@ class Linear(QuantizedModule, nn.Linear):
         into a workspace, False takes it from there, None quantizes it in this call. With ``fuse_wgrad_accumulation``
         True makes this batch's gradient overwrite ``main_grad`` instead of being added to it.
         """
-        bias = None if self.return_bias else self.bias
         compiling = torch.compiler.is_compiling()
         known = None if compiling else self._ready
-        if known is not None and known.holds(self, x, self.weight, bias, is_first_microbatch):
+        if known is not None and known.holds(self, x, is_first_microbatch):
             self.__dict__["_forward_context"] = known.context
-            out = quantized_linear(x, known.product, bias)
+            out = quantized_linear(x, known.product, known.bias)
             return (out, self.bias) if self.return_bias else out
+        bias = None if self.return_bias else self.bias
         quantizers = self._quantizers()
         if quantizers is None:
             self._calibrate(x, self.weight)

@@ -64,7 +64,8 @@ class _Linear(torch.autograd.Function):
         late: Late | None,
         *tensors: Tensor | None,
     ) -> Tensor:
-        state, given = State(*tensors[: len(NO_STATE)]), tensors[len(NO_STATE) :]
+        state = NO_STATE if tensors[0] is None else State(*tensors[: len(NO_STATE)])
+        given = tensors[len(NO_STATE) :]
         out, x_inner, w_inner = _forward(x, weight, bias, plan, given, state)
         kept_x = products.kept_input(plan, x, x_inner)
         kept_w = weights.kept(plan, weight, w_inner, given)

@@ -47,12 +47,15 @@ class Ready:
         self.needs = (torch.is_grad_enabled(), x.requires_grad, product.weight.requires_grad)
         self.backend = backend.current()
 
-    def holds(self, module: QuantizedModule, x: Tensor, weight: Any, bias: Tensor | None, first: bool | None) -> bool:
+    def holds(self, module: QuantizedModule, x: Tensor, first: bool | None) -> bool:
         """Whether a call with these arguments would find the same answers."""
+        # Not by attributes of the module, which cost half a microsecond each. A weight or bias that is no parameter
+        # (torch.nn.utils.parametrize, prune) is not found here, and such a call asks for itself.
+        own, weight = module._parameters, self.product.weight
         return (
             current_recipe() is self.context[0]
-            and weight is self.product.weight
-            and bias is self.bias
+            and own.get("weight") is weight
+            and (None if module.return_bias else own.get("bias")) is self.bias
             and first is self.first
             and _asked(module) == self.asked
             and x.dim() > 0
@@ -68,19 +71,16 @@ class Ready:
             and current_group() is None
             and not compat.autocast_enabled(self.device.type)
             and not compat.in_backward()
-            and not compat.has_tangent(x, weight, bias)
+            and not compat.has_tangent(x, weight, self.bias)
         )
 
     def _same_buffers(self, module: QuantizedModule, weight: Any) -> bool:
         source, given = self.product.plan.weight_source, self.product.given
         if source == weights.CALL:
             return True
-        found: Inner
         if source == weights.PARAMETER:
-            found = weight._data, weight._transpose, weight._scale_inv
-        else:
-            found = module._workspace_of(self.product.plan.quantizers, "weight") or (None, None, None)
-        return found[0] is given[0] and found[1] is given[1] and found[2] is given[2]
+            return weight._data is given[0] and weight._transpose is given[1] and weight._scale_inv is given[2]
+        return module._workspace_is(self.product.plan.quantizers, "weight", given)
 
 
 def _asked(module: QuantizedModule) -> tuple[Any, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -101,6 +102,16 @@ class KeepsWorkspace(Keyed, nn.Module):
             return None
         buffers = self._buffers
         return tuple([None if name is None else buffers[name] for name in names])
+
+    def _workspace_is(self, quantizers: LinearQuantizers, parameter: str, buffers: Inner) -> bool:
+        """Whether :meth:`_workspace_of` would return these buffers; asked in every call, so nothing is made for it."""
+        known = self._known_workspaces.get(parameter)
+        if known is None or known[0] is not quantizers:
+            return False
+        form_name, form, names = known[2]
+        if self.__dict__.get(form_name) != form or len(names) != len(buffers):
+            return False
+        return all(map(operator.is_, map(self._buffers.get, names), buffers))  # of no name: None
 
     def _apply(self: Self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # The bytes of the workspace and their scales move with the module, and have no other dtype.

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tejit import compat
 from tejit.dynamo import register_value_opaque_quantizer
 from tejit.format_info import fp8_element
 from tejit.formats.float8.quantizer import Float8TensorQuantizer
@@ -68,7 +69,8 @@ class Float8CurrentScalingQuantizer(Float8TensorQuantizer):
         """:meth:`quantize_inner` of tensors on ``device`` for eager code, by the compiled op, with nothing left to
         decide."""
         data, transpose = self._wants(device)
-        op, code = torch.ops.tejit.fp8_quantize_current.default, fp8_element(self.fp8_dtype).code
+        op = compat.bound(torch.ops.tejit.fp8_quantize_current.default)
+        code = fp8_element(self.fp8_dtype).code
         pow2, eps = self.force_pow_2_scales, self.amax_epsilon
 
         def cast(x: Tensor) -> Inner:
