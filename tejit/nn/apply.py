@@ -8,8 +8,6 @@ hooks; ``main_grad`` and ``_high_precision_init_val`` stay too, as they are: not
 from __future__ import annotations
 
 import copy
-import gc
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from tejit.format_info import HIGH_PRECISION_DTYPES
 from tejit.tensor import QuantizedTensor
 from tejit.tensor.attached import PARAMETER_MARK, attached, carry
+from tejit.tensor.swapping import holders
 
 Convert = Callable[[Tensor], Tensor]
 
@@ -185,7 +184,7 @@ def _swap(parameter: Any, applied: Tensor, where: str) -> None:
     except RuntimeError as error:
         raise RuntimeError(
             f"{where} cannot go from {parameter.device} to {twin.device} with its attributes and hooks, since it is"
-            f" held by {_holders(parameter)}. Convert the module before it is handed to others, or drop what holds it."
+            f" held by {holders(parameter)}. Convert the module before it is handed to others, or drop what holds it."
         ) from error
     # A quantized tensor has kept them itself; of other wrappers nobody can tell what is their own.
     after = parameter.__dict__
@@ -193,16 +192,3 @@ def _swap(parameter: Any, applied: Tensor, where: str) -> None:
         if name != PARAMETER_MARK and name not in after:
             setattr(parameter, name, value)
     _give_hooks(parameter, parameter)
-
-
-def _holders(parameter: Any) -> str:
-    """Who keeps a parameter from being swapped."""
-    references = weakref.getweakrefs(parameter)
-    if not references:
-        return (
-            "something in torch below Python: DistributedDataParallel or another wrapper made before, or a graph whose"
-            " backward has not run"
-        )
-    names = {type(item).__qualname__ for reference in references for item in gc.get_referrers(reference)}
-    owners = sorted(names - {"frame", "list_iterator"})
-    return f"{len(references)} weak reference(s), in objects of type {', '.join(owners) or 'unknown'}"

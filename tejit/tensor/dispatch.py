@@ -23,6 +23,7 @@ from tejit.format_info import HIGH_PRECISION_DTYPES
 from tejit.tensor.attached import PARAMETER_MARK, carry
 from tejit.tensor.kept import note_write
 from tejit.tensor.storage import QuantizedTensorStorage
+from tejit.tensor.swapping import refuse_if_held
 
 aten = torch.ops.aten
 
@@ -108,6 +109,7 @@ def _handles(*functions: Any) -> Callable[[Handler], Handler]:
 # -- kept quantized -------------------------------------------------------------------------------------------
 @_handles(aten.detach.default, aten.alias.default)
 def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    refuse_if_held(args[0])  # where nothing is to be converted, `_apply` makes a new parameter of the old one
     with _as_made(args[0]):
         return args[0]._alias()
 
@@ -133,6 +135,7 @@ def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @_handles(aten._to_copy.default)
 def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     source = args[0]
+    refuse_if_held(source)
     dtype = kwargs.get("dtype") or source.dtype
     if dtype not in HIGH_PRECISION_DTYPES or kwargs.get("layout") not in (None, torch.strided):
         return NotImplemented
@@ -165,6 +168,7 @@ def _record_stream(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 @_handles(aten.empty_like.default)
 def _empty_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    refuse_if_held(args[0])
     return _with_attached(args[0], _fresh(args[0], tuple(args[0].shape), kwargs))
 
 

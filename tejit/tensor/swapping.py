@@ -8,10 +8,13 @@ that keeps them.
 
 from __future__ import annotations
 
+import gc
+import sys
 import threading
+import weakref
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from tejit.tensor.attached import attached
 
@@ -61,3 +64,38 @@ def _exchange_attached(first: Any, second: Any) -> None:
         second._backward_hooks = first._backward_hooks
     if first._post_accumulate_grad_hooks:
         second._post_accumulate_grad_hooks = first._post_accumulate_grad_hooks
+
+
+def holders(parameter: Any) -> str:
+    """Who keeps a parameter from being swapped."""
+    references = weakref.getweakrefs(parameter)
+    if not references:
+        return (
+            "something in torch below Python: DistributedDataParallel or another wrapper made before, or a graph whose"
+            " backward has not run"
+        )
+    names = {type(item).__qualname__ for reference in references for item in gc.get_referrers(reference)}
+    owners = sorted(names - {"frame", "list_iterator"})
+    return f"{len(references)} weak reference(s), in objects of type {', '.join(owners) or 'unknown'}"
+
+
+def refuse_if_held(tensor: Any) -> None:
+    """Raises ``RuntimeError`` where torch converts a parameter of a module to swap it with the result, which it refuses
+    to do under a weak reference, and says neither what holds it nor what to do.
+
+    Only torch's ``nn.Module._apply`` knows that it will swap, hence the look at who is calling; where it looks
+    different, torch's own error remains.
+    """
+    if not weakref.getweakrefs(tensor):
+        return
+    frame = sys._getframe(1).f_back
+    while frame is not None and frame.f_code is not nn.Module._apply.__code__:
+        frame = frame.f_back
+    if frame is None or frame.f_locals.get("param") is not tensor:
+        return
+    where = f"{type(frame.f_locals.get('self')).__name__}.{frame.f_locals.get('key')}"
+    raise RuntimeError(
+        f"{where}, a quantized parameter of a module that is not tejit's, cannot be converted: torch swaps it with the"
+        f" result, and it is held by {holders(tensor)}. Convert the module before it is handed to others, drop what"
+        " holds it, or make the module one of tejit's (tejit.convert), which converts in place"
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 import subprocess
 import sys
 import types
@@ -133,6 +134,41 @@ def test_weak_references_to_every_parameter_do_not_matter(kind, quantized) -> No
     module.to(torch.float32).to(torch.bfloat16).to(torch.float32)
     assert [reference() for reference in references] == list(module.parameters())
     assert (run(module) - want).norm() <= 0.02 * want.norm()
+
+
+CONVERSIONS = {
+    "to": lambda module: module.to(torch.bfloat16),
+    "half": lambda module: module.half(),
+    "type": lambda module: module.type(torch.bfloat16),
+    "to_empty": lambda module: module.to_empty(device="meta"),
+    "no change": lambda module: module.to(torch.float32),
+}
+
+
+@pytest.mark.parametrize("how", CONVERSIONS)
+def test_a_plain_module_says_who_holds_its_quantized_parameter(how) -> None:
+    """Field case 34 where the module is not ours: torch refuses to swap; the error says who and what to do."""
+
+    class Cache:
+        def __init__(self, tensor) -> None:
+            self.reference = weakref.ref(tensor)
+
+    module = torch.nn.Sequential(torch.nn.Linear(32, 32))
+    weight = torch.nn.Parameter(tejit.MXFP8Quantizer().quantize(module[0].weight.detach()))
+    module[0].weight = weight
+    holder = Cache(weight)
+    with pytest.raises(RuntimeError) as raised:
+        CONVERSIONS[how](module)
+    # Where nothing is to be converted, torch wraps the error.
+    said = str(raised.value) + str(raised.value.__cause__)
+    assert re.search(r"Linear\.weight, a quantized parameter .* 1 weak reference\(s\), .*(Cache|dict)", said)
+    assert "drop what holds it" in said
+    assert module[0].weight is weight
+    assert weight.dtype == torch.float32
+    weight.detach().to(torch.float16)  # elsewhere a weak reference is nobody's business
+    del holder
+    CONVERSIONS[how](module)
+    assert module[0].weight is weight
 
 
 @pytest.mark.parametrize("device", DEVICES)
