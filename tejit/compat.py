@@ -138,10 +138,25 @@ def bound(op: Any) -> Callable[..., Any]:
 
 
 def has_tangent(*tensors: torch.Tensor | None) -> bool:
-    """Whether forward-mode differentiation is after one of these, in eager code."""
+    """Whether forward-mode differentiation is after one of these. In a graph that is inside several transforms of
+    functions the answer is yes for all: only the innermost one would tell."""
+    if torch.compiler.is_compiling():
+        levels = _levels_around_forward_mode()
+        if levels != 1:
+            return levels > 1
+        return any(tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
     if forward_ad._current_level < 0:
         return False
     return any(tensor is not None and _is_dual(tensor) for tensor in tensors)
+
+
+@constant_result
+def _levels_around_forward_mode() -> int:
+    """0 where the code that is traced is not inside forward-mode differentiation, else how many transforms it is in.
+    Torch guards these, so a graph may keep the answer."""
+    if forward_ad._current_level < 0:
+        return 0
+    return max(1, len(torch._C._functorch.get_interpreter_stack() or ()))
 
 
 def _is_dual(tensor: torch.Tensor) -> bool:
@@ -162,26 +177,12 @@ def _is_dual(tensor: torch.Tensor) -> bool:
 
 def refuse_tangents(*tensors: torch.Tensor | None) -> None:
     """Raises ``NotImplementedError`` where forward-mode differentiation is after one of the tensors that go into a
-    quantized function, which has no rule for it. Where no gradient is to be computed nothing else would notice.
-
-    A graph does not tell which tensors: there any ``jvp`` around the call counts.
-    """
-    if torch.compiler.is_compiling():
-        lost = forward_mode_in_graph()
-    else:
-        lost = forward_ad._current_level >= 0 and has_tangent(*tensors)
-    if lost:
+    quantized function, which has no rule for it. Where no gradient is to be computed nothing else would notice."""
+    if has_tangent(*tensors):
         raise NotImplementedError(
             "forward-mode differentiation (torch.func.jvp, forward_ad) does not go through quantized products: the"
             " tangent would be lost. Leave this call out of tejit.autocast"
         )
-
-
-@constant_result
-def forward_mode_in_graph() -> bool:
-    """Whether the code that is traced is inside forward-mode differentiation. Torch guards the level that it is called
-    at, so a graph may keep the answer."""
-    return forward_ad._current_level >= 0
 
 
 @contextlib.contextmanager

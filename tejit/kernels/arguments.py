@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from tejit import compat
 from tejit.format_info import HIGH_PRECISION_DTYPES
@@ -31,18 +30,14 @@ def refuse_gradients(name: str, trains: str, **tensors: Tensor | None) -> None:
                     f"tejit: {name} has no derivative, and {key} requires grad: {trains}; or call it under"
                     " torch.no_grad()"
                 )
-    if torch.compiler.is_compiling():
-        # A graph does not tell which tensors have one.
-        lost = "an argument" if compat.forward_mode_in_graph() else None
-    elif forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled():
-        lost = next((key for key, tensor in tensors.items() if compat.has_tangent(tensor)), None)
-    else:
-        lost = None
-    if lost is not None:
-        raise RuntimeError(
-            f"tejit: {name} has no derivative, and {lost} has a tangent (torch.func.jvp, forward_ad), which would be"
-            f" lost: {trains} in backward mode; or detach it"
-        )
+    if not torch.compiler.is_compiling() and not torch._C._is_fwd_grad_enabled():
+        return
+    for key, tensor in tensors.items():
+        if compat.has_tangent(tensor):
+            raise RuntimeError(
+                f"tejit: {name} has no derivative, and {key} has a tangent (torch.func.jvp, forward_ad), which would be"
+                f" lost: {trains} in backward mode; or detach {key}"
+            )
 
 
 def require_same_device(x: Tensor, **others: Tensor | None) -> None:

@@ -28,10 +28,17 @@ DEFAULT = (
 )
 
 
-class _State(threading.local):
-    def __init__(self) -> None:  # once a thread; torch 2.11 reads a class attribute past the thread's own value
+class _Choice:
+    """That of a thread. An object of its own: see ``recipe.context``."""
+
+    def __init__(self) -> None:
         self.name = DEFAULT
         self.outer: list[str] = []  # of the contexts that this thread is in
+
+
+class _State(threading.local):
+    def __init__(self) -> None:  # once a thread; torch 2.11 reads a class attribute past the thread's own value
+        self.choice = _Choice()
 
 
 _state = _State()
@@ -52,19 +59,19 @@ class backend:
         self.name = _checked(name, "backend")
 
     def __enter__(self) -> backend:
-        _state.outer.append(_state.name)
-        _state.name = self.name
+        _state.choice.outer.append(_state.choice.name)
+        _state.choice.name = self.name
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _state.name = _state.outer.pop()
+        _state.choice.name = _state.choice.outer.pop()
 
 
 def current() -> str:
     """The choice in force in this thread."""
-    return _state.name
+    return _state.choice.name
 
 
 def use_ops(where: torch.device) -> bool:
@@ -72,7 +79,7 @@ def use_ops(where: torch.device) -> bool:
 
     Raises the ``TejitError`` that explains the absence where ``kernels`` was demanded and there are none.
     """
-    name = _state.name
+    name = _state.choice.name
     if name == "torch":
         return False
     if name == "kernels":
@@ -147,7 +154,7 @@ def guarded(reference: Callable[..., Any], native: Callable[[], Any]) -> Callabl
     @functools.wraps(reference)
     def run(*args: Any) -> Any:
         where = next((a.device for a in args if isinstance(a, torch.Tensor)), None)
-        if where is not None and where.type in ("cpu", "cuda") and _state.name != "torch":
+        if where is not None and where.type in ("cpu", "cuda") and _state.choice.name != "torch":
             pending = jit.host_pending()
             if use_ops(where) and pending:
                 return native()(*args)

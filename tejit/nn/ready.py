@@ -49,13 +49,15 @@ class Ready:
 
     def holds(self, module: QuantizedModule, x: Tensor, first: bool | None) -> bool:
         """Whether a call with these arguments would find the same answers."""
-        # Not by attributes of the module, which cost half a microsecond each. A weight or bias that is no parameter
-        # (torch.nn.utils.parametrize, prune) is not found here, and such a call asks for itself.
-        own, weight = module._parameters, self.product.weight
+        # Not by attributes of the module, which cost half a microsecond each. Where weight or bias is no parameter
+        # (torch.nn.utils.parametrize, prune, a buffer) or something hides it, a call asks for itself.
+        own, weight, hiding = module._parameters, self.product.weight, module.__dict__
         return (
             current_recipe() is self.context[0]
             and own.get("weight") is weight
-            and (None if module.return_bias else own.get("bias")) is self.bias
+            and (None if module.return_bias else own.get("bias", hiding)) is self.bias
+            and "weight" not in hiding
+            and "bias" not in hiding
             and first is self.first
             and _asked(module) == self.asked
             and x.dim() > 0

@@ -31,17 +31,26 @@ class _Outer(NamedTuple):
     backward: int
 
 
-class _State(threading.local):
+class _Asked:
     """What the innermost ``autocast`` of this thread asked for. Backward never reads it: layers keep what
-    their forward used."""
+    their forward used.
 
-    def __init__(self) -> None:  # once a thread; torch 2.11 reads a class attribute past the thread's own value
+    An object of its own, since TorchDynamo loses what is written to attributes of a ``threading.local`` where a graph
+    breaks.
+    """
+
+    def __init__(self) -> None:
         self.recipe: Recipe | None = None
         self.observing: Recipe | None = None
         self.group: Any = None
         self.running: Pass | None = None
         self.backward = -1  # number of the backward pass that it was entered in; -1 outside
         self.outer: list[_Outer] = []  # of the contexts that this thread is in
+
+
+class _State(threading.local):
+    def __init__(self) -> None:  # once a thread; torch 2.11 reads a class attribute past the thread's own value
+        self.asked = _Asked()
 
 
 _state = _State()
@@ -110,7 +119,9 @@ class autocast:
                 f"autocast got {function!r} to decorate; it must be a function or a method (of a module, forward)"
             )
         kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
-        if any(is_kind(function) for is_kind in kinds):
+        # What it wraps (contextlib.contextmanager says so), and an object's own method, too.
+        called = (function, inspect.unwrap(function), type(function).__call__)
+        if any(is_kind(each) for is_kind in kinds for each in called):
             raise TypeError(
                 f"autocast got {function!r} to decorate, which runs after its call has returned, hence outside of the"
                 " context; write `with tejit.autocast(...):` inside of it"
@@ -124,7 +135,7 @@ class autocast:
         return in_context  # type: ignore[return-value]
 
     def __enter__(self) -> autocast:
-        state = _state
+        state = _state.asked
         state.outer.append(_Outer(state.recipe, state.observing, state.group, state.running, state.backward))
         state.recipe, state.observing, state.group = self._recipe, self._observing, self._group
         state.backward = -1 if torch.compiler.is_compiling() else compat.backward_number()
@@ -137,7 +148,7 @@ class autocast:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        state = _state
+        state = _state.asked
         running, outer = state.running, state.outer.pop()
         state.recipe, state.observing, state.group, state.running, state.backward = outer
         if outer.running is None and running is not None and kind is None:
@@ -146,28 +157,28 @@ class autocast:
 
 def current_recipe() -> Recipe | None:
     """The recipe in force in this thread; None outside of ``autocast``."""
-    return _state.recipe
+    return _state.asked.recipe
 
 
 def observed_recipe() -> Recipe | None:
     """The recipe whose state high-precision modules calibrate in this thread; None where none asks for it."""
-    return _state.observing
+    return _state.asked.observing
 
 
 def current_group() -> Any:
     """The ``amax_reduction_group`` in force in this thread."""
-    return _state.group
+    return _state.asked.group
 
 
 def entered_in_this_backward() -> bool:
     """Whether the innermost ``autocast`` of this thread was entered in the backward pass that the thread runs inside,
     hence by the region that is computed again there."""
-    return compat.in_backward() and _state.backward == compat.backward_number()
+    return compat.in_backward() and _state.asked.backward == compat.backward_number()
 
 
 def current_pass() -> Pass | None:
     """The outermost ``autocast`` of this thread; None outside."""
-    return _state.running
+    return _state.asked.running
 
 
 def default_recipe() -> Recipe:

@@ -109,7 +109,7 @@ def _handles(*functions: Any) -> Callable[[Handler], Handler]:
 # -- kept quantized -------------------------------------------------------------------------------------------
 @_handles(aten.detach.default, aten.alias.default)
 def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    refuse_if_held(args[0])  # where nothing is to be converted, `_apply` makes a new parameter of the old one
+    refuse_if_held()
     with _as_made(args[0]):
         return args[0]._alias()
 
@@ -135,7 +135,6 @@ def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @_handles(aten._to_copy.default)
 def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     source = args[0]
-    refuse_if_held(source)
     dtype = kwargs.get("dtype") or source.dtype
     if dtype not in HIGH_PRECISION_DTYPES or kwargs.get("layout") not in (None, torch.strided):
         return NotImplemented
@@ -168,7 +167,6 @@ def _record_stream(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 @_handles(aten.empty_like.default)
 def _empty_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    refuse_if_held(args[0])
     return _with_attached(args[0], _fresh(args[0], tuple(args[0].shape), kwargs))
 
 

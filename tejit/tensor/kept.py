@@ -11,6 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+#: Of values rounded at random: so often they may agree by chance before they count as fixed.
+_DRAWS = 8
 
 #: The attribute. Absent: nobody asked to keep values, or they were cleared. None: asked for, and none at hand.
 KEPT = "_high_precision_init_val"
@@ -19,7 +23,8 @@ KEPT = "_high_precision_init_val"
 def keep(tensor: Any, values: Tensor | None) -> None:
     """Make ``values`` the kept ones, copied to the CPU; None, or values without memory: there are none at hand."""
     if values is not None:
-        values = None if values.is_meta else values.detach().to("cpu", copy=True)
+        with torch.inference_mode(False):  # whoever asks may want to write to them
+            values = None if values.is_meta else values.detach().to("cpu", copy=True)
     tensor.__dict__[KEPT] = values
 
 
@@ -42,6 +47,8 @@ def kept(tensor: Any) -> Tensor | None:
     values = tensor.__dict__.get(KEPT)
     if values is None or tensor.is_meta:
         return None
+    if isinstance(next(buffer for buffer in tensor._inner() if buffer is not None), FakeTensor):
+        return values  # nothing there to compare
     if not _holds(tensor, values):
         tensor.__dict__[KEPT] = values = None
     return values
@@ -60,14 +67,16 @@ def _holds(tensor: Any, values: Tensor) -> bool:
         quantizer._write(values, again)
         return again
 
-    again = quantized()
-    differ = [name for name in tensor._buffer_keywords() if not _equal(tensor, again, name)]
-    if not differ:
-        return True
-    # What two calls do not agree on is random: codes rounded stochastically. Scales are not, and other values have
-    # others.
-    once_more = quantized()
-    return not any(_equal(again, once_more, name) for name in differ)
+    with torch.random.fork_rng([tensor.device] if tensor.is_cuda else []):  # looking changes nobody's random numbers
+        first = quantized()
+        differ = [name for name in tensor._buffer_keywords() if not _equal(tensor, first, name)]
+        # What several calls do not agree on is random: codes. Scales are not, and other values have others.
+        for _ in range(_DRAWS):
+            if not differ:
+                break
+            other = quantized()
+            differ = [name for name in differ if _equal(first, other, name)]
+    return not differ
 
 
 def _equal(mine: Any, other: Any, name: str) -> bool:

@@ -79,23 +79,28 @@ def holders(parameter: Any) -> str:
     return f"{len(references)} weak reference(s), in objects of type {', '.join(owners) or 'unknown'}"
 
 
-def refuse_if_held(tensor: Any) -> None:
-    """Raises ``RuntimeError`` where torch converts a parameter of a module to swap it with the result, which it refuses
-    to do under a weak reference, and says neither what holds it nor what to do.
+def refuse_if_held() -> None:
+    """Raises ``RuntimeError`` where torch is about to swap a parameter that is under a weak reference, which it refuses
+    to do, and says neither what holds it nor what to do. To be called where a tensor is detached.
 
-    Only torch's ``nn.Module._apply`` knows that it will swap, hence the look at who is calling; where it looks
-    different, torch's own error remains.
+    Only torch's ``nn.Module._apply`` knows that it will swap: it makes a parameter of the converted tensor first. Hence
+    the look at who is calling; where that looks different, torch's own error remains.
     """
-    if not weakref.getweakrefs(tensor):
-        return
-    frame = sys._getframe(1).f_back
-    while frame is not None and frame.f_code is not nn.Module._apply.__code__:
+    frame = sys._getframe(1)
+    for _ in range(4):
+        if frame.f_back is None or frame.f_code is nn.Parameter.__new__.__code__:
+            break
         frame = frame.f_back
-    if frame is None or frame.f_locals.get("param") is not tensor:
+    caller = frame.f_back
+    if caller is None or caller.f_code is not nn.Module._apply.__code__:
         return
-    where = f"{type(frame.f_locals.get('self')).__name__}.{frame.f_locals.get('key')}"
+    known = caller.f_locals
+    parameter = known.get("param")
+    if not isinstance(parameter, nn.Parameter) or not weakref.getweakrefs(parameter):
+        return
     raise RuntimeError(
-        f"{where}, a quantized parameter of a module that is not tejit's, cannot be converted: torch swaps it with the"
-        f" result, and it is held by {holders(tensor)}. Convert the module before it is handed to others, drop what"
-        " holds it, or make the module one of tejit's (tejit.convert), which converts in place"
+        f"{type(known.get('self')).__name__}.{known.get('key')}, a quantized parameter of a module that is not tejit's,"
+        f" cannot be converted: torch swaps it with the result, and it is held by {holders(parameter)}. Convert the"
+        " module before it is handed to others, drop what holds it, or make the module one of tejit's (tejit.convert),"
+        " which converts in place"
     )

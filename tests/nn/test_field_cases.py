@@ -165,7 +165,15 @@ def test_a_plain_module_says_who_holds_its_quantized_parameter(how) -> None:
     assert "drop what holds it" in said
     assert module[0].weight is weight
     assert weight.dtype == torch.float32
-    weight.detach().to(torch.float16)  # elsewhere a weak reference is nobody's business
+    # Elsewhere a weak reference is nobody's business: nothing is swapped.
+    weight.detach().to(torch.float16)
+    torch.nn.Parameter(weight.detach())
+    with pytest.raises(TypeError, match="float64"):
+        module.double()
+    twin = copy.deepcopy(module)
+    held = weakref.ref(twin[0].weight)
+    twin._apply(lambda t: t.detach().dequantize() if isinstance(t, tejit.MXFP8Tensor) else t)
+    assert held() is twin[0].weight
     del holder
     CONVERSIONS[how](module)
     assert module[0].weight is weight

@@ -215,3 +215,28 @@ def test_a_recomputation_follows_the_forward_it_repeats(device) -> None:
             found.append([y.detach(), given.grad, module.weight.grad.clone()])
         for plain, again in zip(*found, strict=True):
             assert torch.equal(plain, again)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("how", ["attribute", "buffer", "hidden bias", "hidden weight"])
+def test_a_weight_or_bias_that_is_no_parameter_any_more(how, device) -> None:
+    module = layer(device, bias=how == "hidden bias")
+    x, ones = input_of(device), torch.ones(16, device=device, dtype=torch.bfloat16)
+    with tejit.autocast(recipe=CURRENT):
+        for _ in range(2):
+            module(x)
+        assert module._ready is not None
+        fresh = copy.deepcopy(module)
+        for each in (module, fresh):
+            if how == "attribute":
+                del each.bias
+                each.bias = ones
+            elif how == "buffer":
+                del each.bias
+                each.register_buffer("bias", ones)
+            elif how == "hidden bias":
+                each.__dict__["bias"] = ones
+            else:
+                each.__dict__["weight"] = torch.ones_like(each.weight)
+        fresh.__dict__["_ready"] = None
+        assert torch.equal(module(x), fresh(x))
