@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import tejit
 from tejit import recipe as recipes
@@ -240,3 +241,18 @@ def test_a_file_keeps_the_value_and_what_it_is_compared_with() -> None:
     file.seek(0)
     weight = torch.load(file, weights_only=True)
     assert_bitwise_equal(weight.get_high_precision_init_val(), other_values(torch.bfloat16))
+
+
+@each_recipe
+def test_asking_changes_nothing_and_needs_no_data(name) -> None:
+    """Loaded in inference mode they may be written to outside of it; no random number is used up; fake tensors."""
+    module, plain = layer(name), twin(64, 96, seed=5)
+    with torch.inference_mode():
+        module.load_state_dict(plain.state_dict())
+    state = torch.get_rng_state()
+    values = module.weight.get_high_precision_init_val()
+    assert torch.equal(state, torch.get_rng_state())
+    assert_bitwise_equal(values, plain.weight.detach())
+    values.add_(1)
+    with FakeTensorMode():
+        assert type(layer(name).weight.get_high_precision_init_val()) is FakeTensor

@@ -1,5 +1,6 @@
 """Recipes and autocast."""
 
+import contextlib
 import copy
 import dataclasses
 import pickle
@@ -256,8 +257,13 @@ def test_what_autocast_cannot_decorate_is_an_error() -> None:
     async def both():
         yield current_recipe()
 
-    for function in (generator, coroutine, both):
-        with pytest.raises(TypeError, match=rf"{function.__name__}.*runs after its call has returned.*with tejit"):
+    class Generates:
+        def __call__(self):
+            yield current_recipe()
+
+    for function in (generator, coroutine, both, contextlib.contextmanager(generator), Generates()):
+        name = getattr(function, "__name__", "Generates")
+        with pytest.raises(TypeError, match=rf"{name}.*runs after its call has returned.*with tejit"):
             tejit.autocast()(function)
     for other in (None, 3, torch.nn.Linear):
         with pytest.raises(TypeError, match="must be a function or a method"):
