@@ -1,5 +1,6 @@
 // The kernels of norms and activations, and of casts whose input is one of them.
 #include "fused/kernels.cuh"
+#include "norm/any.cuh"
 #include "norm/known.cuh"
 #include "norm/rows.cuh"
 
