@@ -8,8 +8,8 @@
 namespace tejit {
 namespace norm {
 
-// All sums of a row as one. Every thread gets the row's sum. `scratch` must not be written again before the barrier after
-// the next.
+// All sums of a row as one. Every thread gets the row's sum. `scratch` must not be written again before the
+// barrier after the next.
 TEJIT_DEVICE float sum_of_row(const float (&s)[kThreadSums], float* scratch) {
   float t = sum_of_thread(s);
 #pragma unroll
