@@ -188,13 +188,19 @@ def refuse_tangents(*tensors: torch.Tensor | None) -> None:
 @contextlib.contextmanager
 def collecting_later() -> Iterator[None]:
     """No garbage collection inside. An import makes many objects that stay, and each collection on the way looks at
-    all of torch's: a tenth of the time that importing this package takes."""
+    all of torch's: a tenth of the time that importing this package takes.
+
+    Afterwards they count as old, so that the next collection of young ones does not go through all of them either.
+    """
     collecting = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if collecting:
+            if gc.get_freeze_count() == 0:  # else somebody has frozen theirs, which are to stay so
+                gc.freeze()
+                gc.unfreeze()  # to the oldest generation
             gc.enable()
 
 

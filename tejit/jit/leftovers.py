@@ -17,7 +17,7 @@ BAD = ".bad-"
 TRIAL = ".trial-"
 NOTE = ".note-"
 
-_FORM = re.compile(r"([0-9a-f]{12})-(\d+)-[0-9a-f]{12}")
+_FORM = r"([0-9a-f]{12})-(\d+)-[0-9a-f]{12}"
 # For what cannot be asked about: made on another machine of a shared home, or by a process number now in use again.
 _OLD = 86400.0
 
@@ -46,7 +46,7 @@ def sweep(folder: str, prefixes: Sequence[str]) -> None:
         return
     for name in names:
         for prefix in prefixes:
-            match = _FORM.fullmatch(name, len(prefix)) if name.startswith(prefix) else None
+            match = re.fullmatch(_FORM, name[len(prefix) :]) if name.startswith(prefix) else None
             if match and _is_left(os.path.join(folder, name), match[1], match[2]):
                 remove(os.path.join(folder, name))
 

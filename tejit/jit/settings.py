@@ -16,7 +16,8 @@ ARCHS = ("80", "86", "89", "90a", "100a", "103a", "120a", "121a")
 COMPILE_MODES = ("import", "lazy", "never")
 BACKENDS = ("auto", "kernels", "torch")
 
-_ARCH_FORM = re.compile(r"(?:sm_?)?(\d{1,2})\.?(\d)(a?)", re.IGNORECASE)
+# Not compiled here: every process imports this, few have an architecture to read.
+_ARCH_FORM = r"(?:sm_?)?(\d{1,2})\.?(\d)(a?)"
 _ARCH_EXAMPLES = "write it like 90a, 9.0a, sm_90a or 90; several with ';', ',' or a space between them"
 
 
@@ -59,7 +60,7 @@ def parse_archs(text: str | Sequence[str], name: str = "TEJIT_ARCH") -> tuple[st
     items = [text] if isinstance(text, str) else list(text)
     found: list[str] = []
     for item in (part for one in items for part in re.split(r"[;,\s]+", str(one)) if part):
-        match = _ARCH_FORM.fullmatch(item)
+        match = re.fullmatch(_ARCH_FORM, item, re.IGNORECASE)
         if match is None:
             raise ValueError(f"{name}: cannot read the architecture {item!r}; {_ARCH_EXAMPLES}")
         arch = arch_of(10 * int(match[1]) + int(match[2]))

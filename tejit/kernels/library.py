@@ -6,7 +6,6 @@ machine. All fakes are registered from this one file: torch walks ``sys.modules`
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -56,7 +55,6 @@ def _without_data(qualname: str, fake: Callable[..., Any]) -> Callable[..., Any]
     """A fake that refuses tensors with data. One argument on meta is enough for torch to run the fake, which would
     leave uninitialised memory as the result of the others."""
 
-    @functools.wraps(fake)
     def checked(*arguments: Any, **named: Any) -> Any:
         real = next((tensor for tensor in _tensors((*arguments, *named.values())) if _has_data(tensor)), None)
         if real is not None:
