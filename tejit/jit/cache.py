@@ -7,8 +7,7 @@ import json
 import os
 import stat
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import leftovers
 from .parts import SCHEMA, Part
@@ -21,8 +20,7 @@ LOG = "build.log"
 _MANIFEST_LIMIT = 1 << 20
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """A compiled part that is on disk and proved whole."""
 
     folder: str
@@ -35,8 +33,7 @@ class Entry:
         return self.file.endswith(".cubin")
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(NamedTuple):
     """What a look-up came to: the entry, if there is one, and what it had to pass over."""
 
     entry: Entry | None = None

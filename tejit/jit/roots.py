@@ -7,7 +7,7 @@ import os
 import stat
 import tempfile
 from collections.abc import Collection
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from . import leftovers
 from .errors import CacheDirError
@@ -17,8 +17,7 @@ LAYOUT = "v1"
 CHOOSE = "set TEJIT_CACHE_DIR to a directory of your own on a disk that programs may be loaded from"
 
 
-@dataclass(frozen=True)
-class Root:
+class Root(NamedTuple):
     """A directory that holds, or could hold, cache entries."""
 
     path: str

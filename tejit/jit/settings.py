@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from .errors import CacheError
 from .messages import warn_once
@@ -21,8 +21,7 @@ _ARCH_FORM = r"(?:sm_?)?(\d{1,2})\.?(\d)(a?)"
 _ARCH_EXAMPLES = "write it like 90a, 9.0a, sm_90a or 90; several with ';', ',' or a space between them"
 
 
-@dataclass(frozen=True)
-class Settings:
+class Settings(NamedTuple):
     """One reading of the environment. Paths are absolute; sizes are bytes; times are seconds."""
 
     compile: str = "import"

@@ -1,5 +1,8 @@
 """Recipes (which tensor of a layer is quantized how), and ``autocast``, which switches quantization on."""
 
+from typing import TYPE_CHECKING
+
+from tejit import compat
 from tejit.recipe.context import (
     autocast,
     current_group,
@@ -13,7 +16,6 @@ from tejit.recipe.context import (
     is_nvfp4_available,
     observed_recipe,
 )
-from tejit.recipe.custom import CustomRecipe, QuantizerRole
 from tejit.recipe.delayed import DelayedScaling, delayed_rules
 from tejit.recipe.model_init import quantized_model_init
 from tejit.recipe.recipes import (
@@ -27,6 +29,9 @@ from tejit.recipe.recipes import (
 )
 from tejit.recipe.small_blocks import MXFP8BlockScaling, NVFP4BlockScaling
 from tejit.recipe.state import DelayedBuffers, DelayedState
+
+if TYPE_CHECKING:
+    from tejit.recipe.custom import CustomRecipe, QuantizerRole
 
 __all__ = [
     "CustomRecipe",
@@ -57,3 +62,7 @@ __all__ = [
     "observed_recipe",
     "quantized_model_init",
 ]
+
+__getattr__ = compat.late_names(
+    __name__, {"CustomRecipe": "tejit.recipe.custom", "QuantizerRole": "tejit.recipe.custom"}
+)
