@@ -323,5 +323,7 @@ def plain_state_dict(module: nn.Module) -> dict[str, Any]:
     for key, value in state.items():
         if isinstance(value, QuantizedTensor):
             buffers = tuple(id(buffer) for buffer in value._inner())
-            state[key] = made[buffers] if buffers in made else made.setdefault(buffers, value.dequantize())
+            if buffers not in made:
+                made[buffers] = value.dequantize()
+            state[key] = made[buffers]
     return {key: value for key, value in state.items() if key.rpartition(".")[2] not in STORED}

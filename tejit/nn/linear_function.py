@@ -92,5 +92,5 @@ class _Linear(torch.autograd.Function):
         bias_grad = None
         if bias_dtype is not None and ctx.needs_input_grad[2]:
             bias_grad = grad_output.sum(0).to(bias_dtype)
-        rest = (*products.state_grads(ctx.state), *[None] * tensors)[:tensors]
+        rest = (*products.state_grads(ctx.state), *[None] * (tensors - len(NO_STATE))) if tensors else ()
         return (dgrad, wgrad, bias_grad, None, None, None, *rest)

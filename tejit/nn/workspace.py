@@ -94,24 +94,23 @@ class KeepsWorkspace(Keyed, nn.Module):
     def _workspace_of(self, quantizers: LinearQuantizers, parameter: str) -> Inner | None:
         """The buffers of the workspace as eager calls of these quantizers last found them; None where they did not, or
         others wrote there since."""
-        known = self._known_workspaces.get(parameter)
-        if known is None or known[0] is not quantizers:
-            return None
-        form_name, form, names = known[2]
-        if self.__dict__.get(form_name) != form:
-            return None
-        buffers = self._buffers
-        return tuple([None if name is None else buffers[name] for name in names])
+        names = self._buffer_names(quantizers, parameter)
+        return None if names is None else tuple([None if name is None else self._buffers[name] for name in names])
 
     def _workspace_is(self, quantizers: LinearQuantizers, parameter: str, buffers: Inner) -> bool:
         """Whether :meth:`_workspace_of` would return these buffers; asked in every call, so nothing is made for it."""
-        known = self._known_workspaces.get(parameter)
-        if known is None or known[0] is not quantizers:
-            return False
-        form_name, form, names = known[2]
-        if self.__dict__.get(form_name) != form or len(names) != len(buffers):
+        names = self._buffer_names(quantizers, parameter)
+        if names is None or len(names) != len(buffers):
             return False
         return all(map(operator.is_, map(self._buffers.get, names), buffers))  # of no name: None
+
+    def _buffer_names(self, quantizers: LinearQuantizers, parameter: str) -> tuple[str | None, ...] | None:
+        """Those of :meth:`_workspace_of`."""
+        known = self._known_workspaces.get(parameter)
+        if known is None or known[0] is not quantizers:
+            return None
+        form_name, form, names = known[2]
+        return names if self.__dict__.get(form_name) == form else None
 
     def _apply(self: Self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # The bytes of the workspace and their scales move with the module, and have no other dtype.

@@ -7,7 +7,7 @@ import inspect
 import threading
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -132,7 +132,7 @@ class autocast:
             with autocast(**self._arguments):
                 return function(*arguments, **keywords)
 
-        return in_context  # type: ignore[return-value]
+        return cast(Function, in_context)
 
     def __enter__(self) -> autocast:
         state = _state.asked
