@@ -36,28 +36,34 @@ with compat.collecting_later():
     from tejit.kernels import library as _ops  # noqa: F401 - registers the ops
     from tejit.kernels.backend import DEFAULT as _BACKEND
     from tejit.kernels.backend import backend
-    from tejit.nn import LayerNorm, Linear, RMSNorm, name_modules, plain_state_dict
     from tejit.recipe import (
         autocast,
         is_fp8_available,
         is_fp8_block_scaling_available,
         is_mxfp8_available,
         is_nvfp4_available,
-        quantized_model_init,
     )
     from tejit.tensor import InnerTensor, QuantizedTensor, QuantizedTensorStorage, Quantizer
 
 if TYPE_CHECKING:
+    from tejit import inspect as inspect
+    from tejit import nn as nn
     from tejit.inspect.explain import explain
     from tejit.inspect.info import info
     from tejit.nn import (
         GroupedLinear,
+        LayerNorm,
         LayerNormLinear,
         LayerNormMLP,
+        Linear,
         MultiheadAttention,
+        RMSNorm,
         RotaryPositionEmbedding,
         TransformerLayer,
+        name_modules,
+        plain_state_dict,
     )
+    from tejit.recipe import quantized_model_init
 
 __version__ = "0.1.0"
 
@@ -117,17 +123,25 @@ __all__ = [
     "warm",
 ]
 
-__getattr__ = compat.late_names(
+__getattr__, __dir__ = compat.late_names(
     __name__,
     {
         "explain": "tejit.inspect",
         "info": "tejit.inspect",
+        "inspect": "tejit.inspect",
+        "nn": "tejit.nn",
         "GroupedLinear": "tejit.nn",
+        "LayerNorm": "tejit.nn",
         "LayerNormLinear": "tejit.nn",
         "LayerNormMLP": "tejit.nn",
+        "Linear": "tejit.nn",
         "MultiheadAttention": "tejit.nn",
+        "RMSNorm": "tejit.nn",
         "RotaryPositionEmbedding": "tejit.nn",
         "TransformerLayer": "tejit.nn",
+        "name_modules": "tejit.nn",
+        "plain_state_dict": "tejit.nn",
+        "quantized_model_init": "tejit.recipe",
     },
 )
 

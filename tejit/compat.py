@@ -106,6 +106,15 @@ def evaluated_annotation(cls: type, hint: Any) -> Any:
     return eval(text, names, dict(vars(cls)))
 
 
+def define_op(library: torch.library.Library, schema: str) -> None:
+    """Define a new op, ``name[.overload]`` and signature, whose outputs its fake describes.
+
+    ``Library.define`` asks first whether the op is there already, and with that makes Python's view of it, which the
+    next overload has made again: two thirds of the time that it takes to define all of ours.
+    """
+    library.m.define(schema, "", (torch.Tag.pt2_compliant_tag,))
+
+
 def constant_result(function: F) -> F:
     """Decorator: inside a compiled region the call is made once, while tracing, with its real arguments.
 
@@ -204,18 +213,24 @@ def collecting_later() -> Iterator[None]:
             gc.enable()
 
 
-def late_names(package: str, places: dict[str, str]) -> Callable[[str], Any]:
-    """A package's ``__getattr__`` for names whose modules are loaded when somebody asks: ``{name: module}``. Every
-    process pays for an import of the package, few use all of its names."""
+def late_names(package: str, places: dict[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """A package's ``__getattr__`` and ``__dir__`` for names whose modules are loaded when somebody asks:
+    ``{name: module}``, where a module may be the name itself. Every process pays for an import of the package, few use
+    all of its names."""
 
     def getattr_(name: str) -> Any:
         if name not in places:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(places[name]), name)
+        value = importlib.import_module(places[name])
+        if places[name] != f"{package}.{name}":
+            value = getattr(value, name)
         setattr(sys.modules[package], name, value)
         return value
 
-    return getattr_
+    def dir_() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *places})
+
+    return getattr_, dir_
 
 
 def default_device() -> torch.device | None:

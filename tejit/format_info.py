@@ -1,15 +1,12 @@
 """Facts of the formats: every maximum, block size and scale type of the package is read from here."""
 
-from __future__ import annotations
-
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 
-@dataclass(frozen=True)
-class ElementInfo:
+class ElementInfo(NamedTuple):
     """A low-precision element type.
 
     Attributes:
@@ -27,8 +24,7 @@ class ElementInfo:
     nan_byte: int | None
 
 
-@dataclass(frozen=True)
-class FormatInfo:
+class FormatInfo(NamedTuple):
     """A quantization format: its elements and how they are scaled.
 
     Attributes:

@@ -102,5 +102,32 @@ def test_public_names_are_there() -> None:
     import tejit
 
     assert tejit.__version__
-    for name in tejit.__all__:
-        assert hasattr(tejit, name), name
+    for package in (tejit, tejit.recipe, tejit.nn, tejit.ops):
+        assert set(package.__all__) <= set(dir(package))
+        for name in package.__all__:
+            assert hasattr(package, name), name
+    with pytest.raises(AttributeError, match="'tejit' has no attribute 'Linaer'"):
+        _ = tejit.Linaer
+
+
+LATE = """
+import torch, tejit
+names = set(dir(tejit)), set(dir(tejit.recipe))
+assert {"Linear", "nn", "inspect", "quantized_model_init"} <= names[0] and "DelayedScaling" in names[1]
+assert not [name for name in sys.modules if name.startswith(("tejit.nn", "tejit.inspect"))]
+
+@torch.compile(backend="eager", fullgraph=True)
+def run(module, x):  # the first to ask for a name may be TorchDynamo
+    return x if isinstance(module, tejit.Linear) else module(x)
+
+assert run(torch.nn.Linear(4, 3), torch.ones(2, 4)).shape == (2, 3)
+assert tejit.nn.Linear is tejit.Linear and tejit.inspect.explain is tejit.explain
+layer = torch.nn.Sequential(torch.nn.Linear(64, 64))
+import tejit.convert  # the module of that name must not hide the function
+assert type(tejit.convert(layer, filter_fn=lambda module, name: True)[0]) is tejit.Linear
+"""
+
+
+def test_names_that_few_processes_use_come_when_they_are_asked_for() -> None:
+    done = python("import sys\n" + LATE, TEJIT_BACKEND="torch")
+    assert done.stderr == ""

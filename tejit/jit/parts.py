@@ -6,9 +6,8 @@ import hashlib
 import json
 import os
 import sys
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from .settings import cc_of
 from .sources import SourceSet, collect
@@ -41,10 +40,7 @@ _HOST_FLAGS = (
 _DEVICE_FLAGS = ("-O3", "-std=c++17")
 
 
-@dataclass(frozen=True)
-class Part:
-    """What is built, cached and loaded on its own: the host part, or the kernels of one architecture."""
-
+class _Part(NamedTuple):
     name: str  # "host" or "sm_90a"
     label: str  # as it is said to people: "cpu-avx512", "sm_90a"
     sources: SourceSet
@@ -52,6 +48,10 @@ class Part:
     arch: str | None = None  # "90a"; None for the host part
     level: str | None = None  # "AVX512"; None for an architecture part
     cuda_major: str | None = None
+
+
+class Part(_Part):
+    """What is built, cached and loaded on its own: the host part, or the kernels of one architecture."""
 
     @property
     def is_host(self) -> bool:

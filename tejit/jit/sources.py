@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from .errors import ToolchainError
 
@@ -24,8 +24,7 @@ def default_root() -> str:
     return os.path.join(package, "_cuda_src")
 
 
-@dataclass(frozen=True)
-class SourceSet:
+class SourceSet(NamedTuple):
     """A unit and all files it includes from the sources root.
 
     The bytes are kept: what is hashed is what is compiled, whatever happens to the files meanwhile.
@@ -60,6 +59,7 @@ def collect(root: str, unit: str) -> SourceSet:
     """
     read: dict[str, bytes] = {}
     known: dict[tuple[str, bytes], str | None] = {}  # headers are included many times over
+    tree = _Tree(root)
     waiting = [unit]
     while waiting:
         name = waiting.pop()
@@ -78,19 +78,41 @@ def collect(root: str, unit: str) -> SourceSet:
                 continue
             target = (beside, match[1])
             if target not in known:
-                known[target] = _found(root, *target)
+                known[target] = _found(tree, *target)
             found = known[target]
             if found is not None:
                 waiting.append(found)
     return SourceSet(unit, tuple(sorted(read.items())))
 
 
-def _found(root: str, beside: str, target: bytes) -> str | None:
-    """The name below `root` of what a file in the folder `beside` includes as `target`; None where it is not ours."""
+class _Tree:
+    """What is below a folder. Each folder is listed once: on every import most names asked for are not there, and to
+    ask the system for each took as long as reading all sources."""
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+        self._listed = {"": frozenset(os.listdir(root) if os.path.isdir(root) else ())}
+
+    def __contains__(self, name: str) -> bool:
+        folder, _, last = name.rpartition("/")
+        return last in self._in(folder)
+
+    def _in(self, folder: str) -> frozenset[str]:
+        listed = self._listed.get(folder)
+        if listed is None:
+            path = os.path.join(self._root, folder)
+            listed = frozenset(os.listdir(path) if folder in self and os.path.isdir(path) else ())
+            self._listed[folder] = listed
+        return listed
+
+
+def _found(tree: _Tree, beside: str, target: bytes) -> str | None:
+    """The name below the root of what a file in the folder `beside` includes as `target`; None where it is not ours."""
     name = target.decode("utf-8", "replace")
-    for candidate in (os.path.join(beside, name), name):
-        candidate = os.path.normpath(candidate).replace(os.sep, "/")
-        if not candidate.startswith("../") and os.path.isfile(os.path.join(root, candidate)):
+    for candidate in (f"{beside}/{name}" if beside else name, name):
+        if "./" in candidate or "//" in candidate:
+            candidate = os.path.normpath(candidate).replace(os.sep, "/")
+        if not candidate.startswith(("../", "/")) and candidate in tree:
             return candidate
     return None
 
@@ -99,5 +121,5 @@ def _read(root: str, name: str) -> bytes | None:
     try:
         with open(os.path.join(root, name), "rb") as source:
             return source.read()
-    except FileNotFoundError:
+    except (FileNotFoundError, IsADirectoryError):
         return None

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tejit import compat
 from tejit.kernels import backend
 from tejit.kernels.activation import fake as activation_fake
 from tejit.kernels.activation import reference as activation_reference
@@ -41,7 +42,7 @@ def _define(
     no architecture part serves the device."""
     implementation = backend.guarded(reference, lambda: getattr(torch.ops.tejit, name).default)
     for overload in ("", ".reference") if native else ("",):
-        _library.define(f"{name}{overload}{signature}", tags=(torch.Tag.pt2_compliant_tag,))
+        compat.define_op(_library, f"{name}{overload}{signature}")
         _library.impl(f"{name}{overload}", implementation, "CompositeExplicitAutograd")
     register_fake(f"tejit::{name}", _without_data(f"tejit::{name}", fake), _library)
 

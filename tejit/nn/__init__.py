@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tejit.nn.norm_mlp import LayerNormMLP
     from tejit.nn.transformer import TransformerLayer
 
-__getattr__ = compat.late_names(
+__getattr__, __dir__ = compat.late_names(
     __name__,
     {
         "GroupedLinear": "tejit.nn.grouped",

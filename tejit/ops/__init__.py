@@ -1,7 +1,12 @@
 """Ops that take a whole quantizer, as torch custom ops over inner tensors, and the way to write one's own."""
 
+from typing import TYPE_CHECKING
+
+from tejit import compat
 from tejit.ops.inner import dequantize, fake_quantize, quantize, quantize_split
-from tejit.ops.register import register_quantized_op
+
+if TYPE_CHECKING:
+    from tejit.ops.register import register_quantized_op
 
 __all__ = [
     "dequantize",
@@ -10,3 +15,5 @@ __all__ = [
     "quantize_split",
     "register_quantized_op",
 ]
+
+__getattr__, __dir__ = compat.late_names(__name__, {"register_quantized_op": "tejit.ops.register"})

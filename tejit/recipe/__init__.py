@@ -16,22 +16,22 @@ from tejit.recipe.context import (
     is_nvfp4_available,
     observed_recipe,
 )
-from tejit.recipe.delayed import DelayedScaling, delayed_rules
-from tejit.recipe.model_init import quantized_model_init
 from tejit.recipe.recipes import (
     DelayedRule,
-    Float8BlockScaling,
     Float8CurrentScaling,
     Format,
     LinearQuantizers,
     Recipe,
     Variants,
+    delayed_rules,
 )
-from tejit.recipe.small_blocks import MXFP8BlockScaling, NVFP4BlockScaling
 from tejit.recipe.state import DelayedBuffers, DelayedState
 
 if TYPE_CHECKING:
+    from tejit.recipe.blocks import Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling
     from tejit.recipe.custom import CustomRecipe, QuantizerRole
+    from tejit.recipe.delayed import DelayedScaling
+    from tejit.recipe.model_init import quantized_model_init
 
 __all__ = [
     "CustomRecipe",
@@ -63,6 +63,15 @@ __all__ = [
     "quantized_model_init",
 ]
 
-__getattr__ = compat.late_names(
-    __name__, {"CustomRecipe": "tejit.recipe.custom", "QuantizerRole": "tejit.recipe.custom"}
+__getattr__, __dir__ = compat.late_names(
+    __name__,
+    {
+        "CustomRecipe": "tejit.recipe.custom",
+        "DelayedScaling": "tejit.recipe.delayed",
+        "Float8BlockScaling": "tejit.recipe.blocks",
+        "MXFP8BlockScaling": "tejit.recipe.blocks",
+        "NVFP4BlockScaling": "tejit.recipe.blocks",
+        "QuantizerRole": "tejit.recipe.custom",
+        "quantized_model_init": "tejit.recipe.model_init",
+    },
 )

@@ -13,9 +13,7 @@ import torch
 
 from tejit import compat
 from tejit import device as hardware
-from tejit.recipe.delayed import delayed_rules
-from tejit.recipe.recipes import Float8CurrentScaling, Recipe
-from tejit.recipe.small_blocks import MXFP8BlockScaling
+from tejit.recipe.recipes import Float8CurrentScaling, Recipe, delayed_rules
 from tejit.recipe.state import Pass
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -54,8 +52,9 @@ class _State(threading.local):
 
 
 _state = _State()
-#: Made once, outside any graph.
-_DEFAULT, _DEFAULT_MXFP8 = Float8CurrentScaling(), MXFP8BlockScaling()
+#: Made once, outside any graph; the second where it is the default.
+_default: Recipe = Float8CurrentScaling()
+_default_mxfp8: Recipe | None = None
 
 
 class autocast:
@@ -184,13 +183,23 @@ def current_pass() -> Pass | None:
 def default_recipe() -> Recipe:
     """The recipe that ``autocast()`` takes when none is given, by torch's default device where one was set, else
     cuda if there is one: MXFP8 on compute capability 10.x, FP8 with current scaling everywhere else."""
-    return _DEFAULT_MXFP8 if _mxfp8_is_default() else _DEFAULT
+    if not _mxfp8_is_default():
+        return _default
+    assert _default_mxfp8 is not None  # by the call above
+    return _default_mxfp8
 
 
 @compat.constant_result
 def _mxfp8_is_default() -> bool:
+    """Whether it is, in which case it is there afterwards."""
+    global _default_mxfp8
     capability = hardware.cuda_capability(hardware.resolve_device(None))
-    return capability is not None and capability[0] == _MXFP8_MAJOR
+    found = capability is not None and capability[0] == _MXFP8_MAJOR
+    if found and _default_mxfp8 is None:
+        from tejit.recipe.blocks import MXFP8BlockScaling
+
+        _default_mxfp8 = MXFP8BlockScaling()
+    return found
 
 
 #: Of the compute capability where MXFP8 is the default: data centre Blackwell.

@@ -88,6 +88,10 @@ class DelayedScaling(Recipe):
         """The quantizers of a linear layer under this recipe."""
         return self._linear
 
+    def delayed_rule(self) -> DelayedRule | None:
+        """How the state rolls."""
+        return self._linear.delayed
+
 
 def _check_int(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
@@ -97,17 +101,3 @@ def _check_int(name: str, value: Any) -> None:
 def _in_range(largest: float, margin: int) -> bool:
     # A power beyond float64 would raise; nothing near it is in range.
     return abs(margin) < sys.float_info.max_exp // 2 and _FLT_MIN <= largest * 2.0**-margin <= FLT_MAX
-
-
-def delayed_rules(recipe: Recipe | None) -> tuple[DelayedRule, ...]:
-    """The rules of delayed scaling that a recipe follows anywhere: its own, its overrides'."""
-    if recipe is None:
-        return ()
-    recipes = [recipe, *[other for _, other in recipe.overrides]]
-    return tuple([_rule(other) for other in recipes if isinstance(other, DelayedScaling)])
-
-
-def _rule(recipe: DelayedScaling) -> DelayedRule:
-    rule = recipe.linear.delayed
-    assert rule is not None  # made by the recipe itself
-    return rule

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tejit import compat
 from tejit.format_info import E4M3, E5M2
-from tejit.formats import Float8BlockQuantizer, Float8CurrentScalingQuantizer
+from tejit.formats import Float8CurrentScalingQuantizer
 from tejit.tensor import Quantizer
 
 
@@ -179,6 +179,18 @@ class Recipe:
     def _linear_of(self, name: str | None, module_type: str) -> LinearQuantizers | None:
         return self.linear
 
+    def delayed_rule(self) -> DelayedRule | None:
+        """How this recipe's own state of delayed scaling rolls; None where it has none."""
+        return None
+
+
+def delayed_rules(recipe: Recipe | None) -> tuple[DelayedRule, ...]:
+    """The rules of delayed scaling that a recipe follows anywhere: its own, its overrides'."""
+    if recipe is None:
+        return ()
+    rules = [each.delayed_rule() for each in (recipe, *[other for _, other in recipe.overrides]) if each is not None]
+    return tuple([rule for rule in rules if rule is not None])
+
 
 def _checked_overrides(overrides: Any) -> tuple[tuple[str, Recipe | None], ...]:
     needed = 'it must be pairs of a pattern and a recipe or None, such as (("lm_head", None),)'
@@ -273,56 +285,6 @@ class Float8CurrentScaling(Recipe):
             fast_accum_fprop=self.fast_accum_fprop,
             fast_accum_dgrad=self.fast_accum_dgrad,
             fast_accum_wgrad=self.fast_accum_wgrad,
-            backward_override=self.backward_override,
-        )
-        object.__setattr__(self, "_linear", quantizers)
-
-    @property
-    def linear(self) -> LinearQuantizers:
-        """The quantizers of a linear layer under this recipe."""
-        return self._linear
-
-
-@dataclass(frozen=True)
-class Float8BlockScaling(Recipe):
-    """FP8 with a scale for each block: of 1x128 (dimension 1) or 128x128 (dimension 2).
-
-    Attributes:
-        fp8_format: element types, forward and backward.
-        x_block_scaling_dim, w_block_scaling_dim, grad_block_scaling_dim: blocks of input, weight and
-            grad_output. The tensor cores multiply 1x128 by 1x128 or 128x128, so other choices are emulated.
-        force_pow_2_scales: round scales down to powers of two.
-        amax_epsilon: lower bound of each block's amax.
-
-    Raises ``TypeError`` for a ``fp8_format`` that is no :class:`Format`, and ``ValueError`` for pure E5M2
-    (two E5M2 operands have no GEMM), a block dimension other than 1 and 2, or a negative ``amax_epsilon``.
-    """
-
-    fp8_format: Format = Format.E4M3
-    x_block_scaling_dim: int = 1
-    w_block_scaling_dim: int = 2
-    grad_block_scaling_dim: int = 1
-    force_pow_2_scales: bool = True
-    amax_epsilon: float = 0.0
-    _linear: LinearQuantizers = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        checked_format(self.fp8_format)
-
-        def quantizer(dtype: torch.dtype, dim: int) -> Quantizer:
-            return Float8BlockQuantizer(
-                dtype,
-                block_scaling_dim=dim,
-                force_pow_2_scales=self.force_pow_2_scales,
-                amax_epsilon=self.amax_epsilon,
-            )
-
-        # With scales of blocks the tensor cores always accumulate in float32: no fast accumulation.
-        quantizers = linear_quantizers(
-            quantizer(self.fp8_format.forward_dtype, self.x_block_scaling_dim),
-            quantizer(self.fp8_format.forward_dtype, self.w_block_scaling_dim),
-            quantizer(self.fp8_format.backward_dtype, self.grad_block_scaling_dim),
             backward_override=self.backward_override,
         )
         object.__setattr__(self, "_linear", quantizers)

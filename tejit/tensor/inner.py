@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from typing import Annotated, Any, get_args, get_origin
 
 
@@ -31,14 +32,24 @@ def collect_inner_tensors(cls: type) -> dict[str, str]:
     """
     fields: dict[str, str] = {}
     for klass in reversed(cls.__mro__):
-        if klass.__module__.split(".")[0] in ("builtins", "torch"):
-            continue
-        for name, hint in inspect.get_annotations(klass, eval_str=True).items():
-            marker = _marker(hint)
-            if marker is not None:
-                fields[name] = marker.keyword
+        fields.update(_declared(klass))
     _check(cls, fields)
     return fields
+
+
+#: What each class declares itself: to evaluate annotations takes long, and a class has many subclasses.
+_own: weakref.WeakKeyDictionary[type, dict[str, str]] = weakref.WeakKeyDictionary()
+
+
+def _declared(cls: type) -> dict[str, str]:
+    if cls.__module__.partition(".")[0] in ("builtins", "torch"):
+        return {}
+    own = _own.get(cls)
+    if own is None:
+        hints = inspect.get_annotations(cls, eval_str=True)
+        own = {name: marker.keyword for name, hint in hints.items() if (marker := _marker(hint)) is not None}
+        _own[cls] = own
+    return own
 
 
 def _marker(hint: Any) -> InnerTensor | None:

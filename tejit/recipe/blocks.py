@@ -1,14 +1,67 @@
-"""Recipes of the formats with small blocks: MXFP8 (32 elements a scale) and NVFP4 (16)."""
+"""Recipes of the formats with a scale for each block: FP8 blocks of 128, MXFP8 (32 elements a scale), NVFP4 (16)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from tejit import compat
-from tejit.formats import MXFP8Quantizer, NVFP4Quantizer
+from tejit.formats import Float8BlockQuantizer, MXFP8Quantizer, NVFP4Quantizer
 from tejit.kernels.nvfp4 import E4M3_MAXIMA
 from tejit.recipe.recipes import Format, LinearQuantizers, Recipe, check_switches, checked_format, linear_quantizers
+from tejit.tensor import Quantizer
+
+
+@dataclass(frozen=True)
+class Float8BlockScaling(Recipe):
+    """FP8 with a scale for each block: of 1x128 (dimension 1) or 128x128 (dimension 2).
+
+    Attributes:
+        fp8_format: element types, forward and backward.
+        x_block_scaling_dim, w_block_scaling_dim, grad_block_scaling_dim: blocks of input, weight and
+            grad_output. The tensor cores multiply 1x128 by 1x128 or 128x128, so other choices are emulated.
+        force_pow_2_scales: round scales down to powers of two.
+        amax_epsilon: lower bound of each block's amax.
+
+    Raises ``TypeError`` for a ``fp8_format`` that is no :class:`Format`, and ``ValueError`` for pure E5M2
+    (two E5M2 operands have no GEMM), a block dimension other than 1 and 2, or a negative ``amax_epsilon``.
+    """
+
+    fp8_format: Format = Format.E4M3
+    x_block_scaling_dim: int = 1
+    w_block_scaling_dim: int = 2
+    grad_block_scaling_dim: int = 1
+    force_pow_2_scales: bool = True
+    amax_epsilon: float = 0.0
+    _linear: LinearQuantizers = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checked_format(self.fp8_format)
+
+        def quantizer(dtype: torch.dtype, dim: int) -> Quantizer:
+            return Float8BlockQuantizer(
+                dtype,
+                block_scaling_dim=dim,
+                force_pow_2_scales=self.force_pow_2_scales,
+                amax_epsilon=self.amax_epsilon,
+            )
+
+        # With scales of blocks the tensor cores always accumulate in float32: no fast accumulation.
+        quantizers = linear_quantizers(
+            quantizer(self.fp8_format.forward_dtype, self.x_block_scaling_dim),
+            quantizer(self.fp8_format.forward_dtype, self.w_block_scaling_dim),
+            quantizer(self.fp8_format.backward_dtype, self.grad_block_scaling_dim),
+            backward_override=self.backward_override,
+        )
+        object.__setattr__(self, "_linear", quantizers)
+
+    @property
+    def linear(self) -> LinearQuantizers:
+        """The quantizers of a linear layer under this recipe."""
+        return self._linear
 
 
 @dataclass(frozen=True)
