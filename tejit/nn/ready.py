@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tejit import compat
 from tejit import device as hardware
@@ -30,7 +30,20 @@ class Ready:
     Of tensors it holds only what the module holds too.
     """
 
-    __slots__ = ("asked", "backend", "bias", "columns", "context", "device", "dtype", "first", "needs", "product")
+    __slots__ = (
+        "asked",
+        "backend",
+        "bias",
+        "context",
+        "device",
+        "dtype",
+        "first",
+        "kind",
+        "memory",
+        "needs",
+        "product",
+        "shape",
+    )
 
     def __init__(
         self,
@@ -43,7 +56,10 @@ class Ready:
     ) -> None:
         self.context, self.asked = (recipe, None), _asked(module)
         self.product, self.bias, self.first = product, bias, first
-        self.device, self.dtype, self.columns = x.device, x.dtype, x.shape[-1]
+        self.device, self.dtype = x.device, x.dtype
+        # The weight may become another under the same name: its ``data`` assigned, swapped with a quantized tensor.
+        self.kind, self.shape = type(product.weight), product.weight.shape
+        self.memory = product.given[0].data_ptr() if product.given else None  # type: ignore[union-attr]
         self.needs = (torch.is_grad_enabled(), x.requires_grad, product.weight.requires_grad)
         self.backend = backend.current()
 
@@ -52,34 +68,40 @@ class Ready:
         # Not by attributes of the module, which cost half a microsecond each. Where weight or bias is no parameter
         # (torch.nn.utils.parametrize, prune, a buffer) or something hides it, a call asks for itself.
         own, weight, hiding = module._parameters, self.product.weight, module.__dict__
+        bias, shape = self.bias, self.shape
         return (
             current_recipe() is self.context[0]
             and own.get("weight") is weight
-            and (None if module.return_bias else own.get("bias", hiding)) is self.bias
+            and (None if module.return_bias else own.get("bias", hiding)) is bias
             and "weight" not in hiding
             and "bias" not in hiding
             and first is self.first
             and _asked(module) == self.asked
-            and x.dim() > 0
-            and x.shape[-1] == self.columns
+            and x.numel() >= shape[1]  # which is at least 1: no scalar, and not empty
+            and x.shape[-1] == shape[1]
             and x.dtype is self.dtype
             and x.device == self.device
             and self.needs == (torch.is_grad_enabled(), x.requires_grad, weight.requires_grad)
-            and x.numel() > 0
+            and type(weight) is self.kind
+            and weight.shape == shape
             and weight.device == self.device
             and weight.dtype is self.dtype
+            and (bias is None or bias.dtype is self.dtype)
             and self._same_buffers(module, weight)
             and backend.current() == self.backend
             and current_group() is None
             and not compat.autocast_enabled(self.device.type)
             and not compat.in_backward()
-            and not compat.has_tangent(x, weight, self.bias)
+            and not compat.has_tangent(x, weight, bias)
         )
 
     def _same_buffers(self, module: QuantizedModule, weight: Any) -> bool:
         source, given = self.product.plan.weight_source, self.product.given
         if source == weights.CALL:
             return True
+        assert given[0] is not None
+        if given[0].data_ptr() != self.memory:  # the plan's forward has a view of it
+            return False
         if source == weights.PARAMETER:
             return weight._data is given[0] and weight._transpose is given[1] and weight._scale_inv is given[2]
         return module._workspace_is(self.product.plan.quantizers, "weight", given)
@@ -95,7 +117,9 @@ def of_call(
 ) -> Ready | None:
     """The answers of a call that found ``product``; None where another call has to ask for itself.
 
-    That is wherever a call has more to do than to compute: fill the workspace, reach ``main_grad``, change dtypes.
+    That is wherever a call has more to do than to compute: fill the workspace, reach ``main_grad``, change dtypes;
+    where weight or bias are the module's for this call only (``torch.func.functional_call``), which would keep them
+    and their history alive; and under a dispatch mode (``FakeTensorMode``): its tensors would come out of later calls.
     """
     plan, recipe = product.plan, current_recipe()
     plain = (
@@ -108,7 +132,9 @@ def of_call(
         and not compat.autocast_enabled(x.device.type)
     )
     forward = _forward(plan, product.given, x, product.weight, bias) if plain else None
-    if recipe is None or forward is None:
+    if recipe is None or forward is None or torch._C._len_torch_dispatch_stack() > 0:
+        return None
+    if not all(isinstance(own, nn.Parameter) for own in (product.weight, bias) if own is not None):
         return None
     return Ready(module, recipe, product._replace(plan=plan._replace(forward=forward)), x, bias, first)
 

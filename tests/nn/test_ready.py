@@ -240,3 +240,85 @@ def test_a_weight_or_bias_that_is_no_parameter_any_more(how, device) -> None:
                 each.__dict__["weight"] = torch.ones_like(each.weight)
         fresh.__dict__["_ready"] = None
         assert torch.equal(module(x), fresh(x))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("quantized", [False, True])
+def test_a_weight_that_becomes_another_under_its_name(quantized, device) -> None:
+    """``torch.utils.swap_tensors`` (and loading by ``torch.__future__``'s switches) changes what the object is."""
+    x = input_of(device)
+    module = layer(device, quantized)
+    with tejit.autocast(recipe=Float8CurrentScaling(backward_override="high_precision")):
+        step(module, x)
+        assert module._ready is not None
+        values = input_of(device, 16, 32)
+        other = nn.Parameter(values if quantized else Float8CurrentScalingQuantizer()(values))
+        torch.utils.swap_tensors(module.weight, other)
+        assert isinstance(module.weight, tejit.QuantizedTensor) is not quantized
+        for _ in range(2):
+            for got, want in zip(step(module, x), step(copy.deepcopy(module), x), strict=True):
+                assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_data_of_another_shape_or_dtype_is_asked_about(device, monkeypatch) -> None:
+    """As pruning assigns it: 16 rows become 24, which the tensor cores take padded only; a bias in float32."""
+    module, x, asked = layer(device), input_of(device), []
+    original = ready.of_call
+    monkeypatch.setattr(ready, "of_call", lambda *arguments: asked.append(1) or original(*arguments))
+    with tejit.autocast(recipe=CURRENT):
+        module(x)
+        module.bias.data = module.bias.data.float()
+        assert torch.equal(module(x), copy.deepcopy(module)(x))
+        assert len(asked) == 3
+        module.bias.data = module.bias.data.bfloat16()
+        module(x)
+        module.weight.data, module.bias.data = input_of(device, 24, 32), input_of(device, 24)
+        asked.clear()
+        assert torch.equal(module(x), copy.deepcopy(module)(x))
+        assert len(asked) == 2
+        with pytest.raises(ValueError, match="in_features"):
+            module(x[0, 0])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("workspace", [False, True])
+def test_bytes_in_other_memory_are_read_there(workspace, device) -> None:
+    module, x = layer(device, quantized=not workspace), input_of(device)
+    options = {"is_first_microbatch": False} if workspace else {}
+    with tejit.autocast(recipe=CURRENT), torch.no_grad():
+        if workspace:
+            module(x, is_first_microbatch=True)
+        first = module(x, **options)
+        assert module._ready is not None
+        codes = module._workspace_weight_data if workspace else module.weight._data
+        codes.data = codes ^ 128  # the sign
+        bias = module.bias.float()
+        assert torch.allclose(module(x, **options).float() - bias, bias - first.float(), atol=0.05)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["call", "parameter", "workspace"])
+def test_fake_tensors_leave_nothing_for_real_ones(kind, device) -> None:
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    module, x = layer(device, quantized=kind == "parameter"), input_of(device)
+    options = {"is_first_microbatch": False} if kind == "workspace" else {}
+    with tejit.autocast(recipe=CURRENT):
+        if options:
+            module(x, is_first_microbatch=True)
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            assert isinstance(module(mode.from_tensor(x), **options), FakeTensor)
+        assert torch.equal(module(x, **options), copy.deepcopy(module)(x))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_functional_call_s_weight_is_not_kept(device) -> None:
+    module, x = layer(device), input_of(device)
+    given = torch.ones(16, 32, device=device, dtype=torch.bfloat16, requires_grad=True) * 1
+    there = weakref.ref(given)
+    with tejit.autocast(recipe=CURRENT):
+        torch.func.functional_call(module, {"weight": given}, (x,))
+    del given
+    gc.collect()
+    assert there() is None
