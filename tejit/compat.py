@@ -285,6 +285,15 @@ def in_reentrant_checkpoint() -> bool:
     return False
 
 
+def in_function_forward() -> bool:
+    """Whether the code may run inside the forward of an ``autograd.Function`` (reentrant activation checkpointing is
+    one), which makes what it returns its own: of a parameter returned as it is, torch replaces the history by the
+    function's, or takes ``requires_grad`` away where no input requires grad. In a graph without gradients always."""
+    if torch.is_grad_enabled():
+        return False
+    return torch.compiler.is_compiling() or not (torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
+
+
 def warn(text: str) -> None:
     """``UserWarning`` that points to the line of the user's, however deep in tejit or torch it comes from: to the first
     frame outside of both. (``warnings.warn`` can skip files since Python 3.12.)"""

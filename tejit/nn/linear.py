@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tejit.nn import init, ready
 from tejit.nn.linear_function import quantized_linear
-from tejit.nn.module import QuantizedModule, checked_dtype
+from tejit.nn.module import QuantizedModule, checked_dtype, returned
 
 
 class Linear(QuantizedModule, nn.Linear):
@@ -105,7 +105,7 @@ class Linear(QuantizedModule, nn.Linear):
         if known is not None and known.holds(self, x, is_first_microbatch):
             self.__dict__["_forward_context"] = known.context
             out = quantized_linear(x, known.product, known.bias)
-            return (out, self.bias) if self.return_bias else out
+            return (out, returned(self.bias)) if self.return_bias else out
         bias = None if self.return_bias else self.bias
         quantizers = self._quantizers()
         if quantizers is None:
@@ -118,4 +118,4 @@ class Linear(QuantizedModule, nn.Linear):
             if not compiling:
                 self.__dict__["_ready"] = ready.of_call(self, product, x, bias, is_first_microbatch)
             out = quantized_linear(x, product, bias)
-        return (out, self.bias) if self.return_bias else out
+        return (out, returned(self.bias)) if self.return_bias else out

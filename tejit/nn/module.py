@@ -325,6 +325,11 @@ def _is_waited_for(key: str, parameter: str) -> bool:
     return hasattr(getattr(module_of(key), parameter), "grad_added_to_main_grad")
 
 
+def returned(parameter: Tensor) -> Tensor:
+    """A parameter as an output of a module: itself, where nobody will take it for what an autograd function made."""
+    return parameter.detach() if compat.in_function_forward() else parameter
+
+
 def eligible(tensor: Any, dtype: torch.dtype) -> Any:
     """What torch.autocast would make of an operand: it leaves float64 and integers alone."""
     if tensor is None or not tensor.is_floating_point() or tensor.dtype == torch.float64:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tejit.nn import init
-from tejit.nn.module import checked_dtype
+from tejit.nn.module import checked_dtype, returned
 from tejit.nn.norm_linear_function import norm_linear
 from tejit.nn.normed_module import Init, NormedModule, reset_linear
 from tejit.recipe import LinearQuantizers
@@ -110,7 +110,7 @@ class LayerNormLinear(NormedModule):
             out = F.linear(y, self._plain(self.weight, is_first_microbatch), bias)
         else:
             out, y = self._quantized(x, bias, quantizers, is_first_microbatch)
-        more = ((self.bias,) if self.return_bias else ()) + ((y,) if self.return_layernorm_output else ())
+        more = ((returned(self.bias),) if self.return_bias else ()) + ((y,) if self.return_layernorm_output else ())
         return (out, *more) if more else out
 
     def _quantized(self, x: Tensor, bias: Tensor | None, quantizers: LinearQuantizers, is_first: bool | None) -> Any:

@@ -15,7 +15,7 @@ from tejit.formats import IdentityQuantizer
 from tejit.nn import init, weights
 from tejit.nn.arguments import one_of
 from tejit.nn.fused import ACTIVATIONS, GATED
-from tejit.nn.module import Product, checked_dtype, eligible
+from tejit.nn.module import Product, checked_dtype, eligible, returned
 from tejit.nn.norm_linear_function import any_needs_grad
 from tejit.nn.norm_mlp_function import norm_mlp
 from tejit.nn.normed_module import Init, NormedModule, reset_linear
@@ -135,7 +135,7 @@ class LayerNormMLP(NormedModule):
             out, y = run(self._run, x, is_first_microbatch, use_reentrant=False)
         else:
             out, y = self._run(x, is_first_microbatch)
-        more = ((self.fc2_bias,) if self.return_bias else ()) + ((y,) if self.return_layernorm_output else ())
+        more = ((returned(self.fc2_bias),) if self.return_bias else ()) + ((y,) if self.return_layernorm_output else ())
         return (out, *more) if more else out
 
     def _run(self, x: Tensor, is_first: bool | None) -> tuple[Tensor, Tensor | None]:

@@ -110,3 +110,46 @@ def test_amax_is_reduced_over_the_group_of_the_forward(monkeypatch) -> None:
         y = checkpoint(module, torch.randn(8, 64, requires_grad=True), use_reentrant=False)
     y.sum().backward()
     assert seen == [group] * 5, "input and weight twice, grad_output once"
+
+
+RETURN_BIAS = {
+    "Linear": lambda: tejit.Linear(64, 64, return_bias=True),
+    "LayerNormLinear": lambda: tejit.LayerNormLinear(64, 64, return_bias=True),
+    "LayerNormMLP": lambda: tejit.LayerNormMLP(64, 96, return_bias=True),
+    "MultiheadAttention": lambda: tejit.MultiheadAttention(64, 2, return_bias=True, attention_dropout=0.0),
+}
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("recipe", [None, CURRENT])
+@pytest.mark.parametrize("kind", RETURN_BIAS)
+def test_a_bias_that_leaves_a_reentrant_region_stays_a_parameter(kind, recipe, compiled) -> None:
+    """Torch gives what a reentrant region returns the region's history: backward of a parameter that had it did not
+    end, and without gradients of the input the parameter lost its own."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module = RETURN_BIAS[kind]()
+    run = torch.compile(module, backend="aot_eager") if compiled else module
+    inputs = [torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(0)) for _ in range(2)]
+    found = []
+    for reentrant in (None, False, True):
+        x = inputs[0].clone().requires_grad_()
+        module.zero_grad()
+        with context(recipe):
+            out, bias = module(x) if reentrant is None else checkpoint(run, x, use_reentrant=reentrant)
+            assert all(p.is_leaf for p in module.parameters())
+            (out + bias).backward(inputs[1])
+        found.append([out.detach(), bias.detach(), x.grad, *[p.grad for p in module.parameters()]])
+        assert found[-1][-1] is not None
+    for other in found[1:]:
+        for mine, want in zip(other, found[0], strict=True):
+            assert torch.equal(mine, want)
+    with context(recipe):
+        checkpoint(run, inputs[0], use_reentrant=True)
+        assert all(p.is_leaf and p.requires_grad for p in module.parameters())
+        with torch.no_grad():
+            parameters = [id(p) for p in module.parameters()]
+            assert id(module(inputs[0])[1]) in parameters
+            with torch.inference_mode():
+                assert id(module(inputs[0])[1]) in parameters
