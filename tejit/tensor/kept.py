@@ -43,12 +43,16 @@ def _is_capturing(tensor: Tensor) -> bool:
 
 
 def kept(tensor: Any) -> Tensor | None:
-    """The kept values, where the bytes of ``tensor`` are their quantization; else None, and they are dropped."""
+    """The kept values, where the bytes of ``tensor`` are their quantization; else None, and they are dropped. While
+    its buffers are given away or without memory there is nothing to tell by: None, and they stay."""
     values = tensor.__dict__.get(KEPT)
     if values is None or tensor.is_meta:
         return None
-    if isinstance(next(buffer for buffer in tensor._inner() if buffer is not None), FakeTensor):
+    buffers = [buffer for buffer in tensor._inner() if buffer is not None]
+    if any(isinstance(buffer, FakeTensor) for buffer in buffers):
         return values  # nothing there to compare
+    if not buffers or any(buffer.untyped_storage().nbytes() < buffer.nbytes for buffer in buffers):
+        return None
     if not _holds(tensor, values):
         tensor.__dict__[KEPT] = values = None
     return values

@@ -256,3 +256,23 @@ def test_asking_changes_nothing_and_needs_no_data(name) -> None:
     values.add_(1)
     with FakeTensorMode():
         assert type(layer(name).weight.get_high_precision_init_val()) is FakeTensor
+
+
+@each_recipe
+def test_without_bytes_there_is_nothing_to_tell_by(name) -> None:
+    """While the buffers are given away, or their memory is (as a sharder takes it); afterwards the values are there."""
+    weight = layer(name).weight
+    want = weight.get_high_precision_init_val()
+    buffers, _ = weight.prepare_for_saving()
+    assert weight.get_high_precision_init_val() is None
+    weight.restore_from_saved(buffers)
+    assert weight.get_high_precision_init_val() is want
+    kept = [buffer.clone() for buffer in buffers if buffer is not None]
+    for buffer in buffers:
+        if buffer is not None:
+            buffer.untyped_storage().resize_(0)
+    assert weight.get_high_precision_init_val() is None
+    for buffer, bytes_ in zip([buffer for buffer in buffers if buffer is not None], kept, strict=True):
+        buffer.untyped_storage().resize_(bytes_.nbytes)
+        buffer.copy_(bytes_)
+    assert weight.get_high_precision_init_val() is want
