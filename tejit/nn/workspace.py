@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from tejit import compat
 from tejit.nn import products, weights
@@ -144,10 +145,12 @@ def _allocate(key: str, parameter: str, specs: tuple[tuple[str, tuple[int, ...],
     """
     module = module_of(key)
     device = getattr(module, parameter).device
+    real = torch._C._len_torch_dispatch_stack() == 0
     for attribute, shape, dtype in specs:
         name = f"{PREFIX}_{parameter}{attribute}"
         buffer = getattr(module, name, None)
-        if buffer is None or (tuple(buffer.shape), buffer.dtype, buffer.device) != (shape, dtype, device):
+        fits = buffer is not None and (tuple(buffer.shape), buffer.dtype, buffer.device) == (shape, dtype, device)
+        if not fits or (real and isinstance(buffer, FakeTensor)):  # left by a call inside of FakeTensorMode
             if hasattr(module, name):
                 delattr(module, name)
             with torch.inference_mode(False):  # a later first microbatch may come outside of it

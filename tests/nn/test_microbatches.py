@@ -381,3 +381,20 @@ def test_the_first_microbatch_of_all_may_be_compiled(make, recipe) -> None:
             found.append({"y": y, "x": given.grad, **{name: p.grad for name, p in owner.named_parameters()}})
         for name, value in found[0].items():
             assert torch.equal(found[1][name], value), (number, name)
+
+
+@pytest.mark.parametrize("name", ["current", "delayed"])
+def test_a_workspace_of_fake_tensors_gives_way_to_a_real_one(name) -> None:
+    """A call that only asks for shapes or memory (``FakeTensorMode``) leaves nothing that real calls compute with."""
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    recipe = {"current": Float8CurrentScaling(), "delayed": DelayedScaling()}[name]
+    module, x = layer(), torch.randn(19, 61)
+    fresh = copy.deepcopy(module)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, tejit.autocast(recipe=recipe):
+        for first in (True, False):
+            assert isinstance(module(mode.from_tensor(x), is_first_microbatch=first), FakeTensor)
+    for first in (True, False):
+        with tejit.autocast(recipe=recipe):
+            want = fresh(x, is_first_microbatch=first)
+            assert torch.equal(module(x, is_first_microbatch=first), want)
