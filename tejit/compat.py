@@ -20,7 +20,6 @@ import torch
 from torch._functorch import pyfunctorch as _functorch
 from torch._library import opaque_object as _opaque
 from torch.autograd import forward_ad
-from torch.utils.checkpoint import CheckpointFunction
 
 # Python 3.14 evaluates annotations when they are asked for, and can be asked not to.
 try:
@@ -271,16 +270,23 @@ def after_backward(callback: Callable[[], object]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def in_reentrant_checkpoint() -> bool:
-    """Whether this thread runs the first forward of a region under reentrant activation checkpointing, which torch
-    runs without gradients. Only the stack tells it from an evaluation; a region none of whose inputs requires a
-    gradient has no backward and is one."""
-    region = CheckpointFunction.forward.__code__
-    frame: types.FrameType | None = sys._getframe()
+def in_recomputed_region() -> bool:
+    """Whether this thread runs the first forward of a region that an ``autograd.Function`` runs without gradients and
+    whose backward computes it again: reentrant activation checkpointing, torch's and that of others.
+
+    Only the stack tells it from an evaluation: there is the context of a function that will have a backward. One none
+    of whose inputs requires a gradient, or that is called where gradients are off, has none and is an evaluation.
+    """
+    if not in_function_forward():
+        return False
+    frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code is region:
-            arguments = frame.f_locals["args"]
-            return any(isinstance(value, torch.Tensor) and value.requires_grad for value in arguments)
+        code = frame.f_code
+        # Until Python 3.13 looking at a frame's variables holds what they are, so only where a context may be.
+        if code.co_name == "forward" and code.co_argcount > 0 and code.co_varnames[0] != "self":
+            context = frame.f_locals.get(code.co_varnames[0])
+            if isinstance(context, torch.autograd.function.BackwardCFunction) and context.next_functions:
+                return True
         frame = frame.f_back
     return False
 

@@ -130,7 +130,7 @@ class Delayed(nn.Module):
             scale, collects = self._delayed_previous_scale if state.rolled else scale, False
             state.roll_after_backward()
         else:
-            collects = collects or (not compiling and compat.in_reentrant_checkpoint())
+            collects = collects or (not compiling and compat.in_recomputed_region())
             if collects:
                 self._note_forward(rule)
         return State(

@@ -214,8 +214,26 @@ def test_a_failed_step_leaves_a_state_that_goes_on() -> None:
         watched.check(f"step {step}")
 
 
+class OwnCheckpoint(torch.autograd.Function):
+    """Reentrant activation checkpointing as other libraries have it (DeepSpeed, Megatron)."""
+
+    @staticmethod
+    def forward(ctx, run, x):
+        ctx.run = run
+        ctx.save_for_backward(x)
+        return run(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.run(x)
+        torch.autograd.backward(y, grad)
+        return None, x.grad
+
+
 @pytest.mark.parametrize("uses", ["once", "twice", "checkpointed and not", "nested"])
-@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("reentrant", [True, False, "own"])
 def test_checkpointing_is_equal_to_none_to_the_bit(reentrant, uses) -> None:
     """Recomputation takes the scale of the forward that it repeats and counts nothing, wherever backward is called."""
     recipe = DelayedScaling(amax_history_len=3)
@@ -225,6 +243,8 @@ def test_checkpointing_is_equal_to_none_to_the_bit(reentrant, uses) -> None:
         return nn.Sequential(tejit.Linear(31, 31), nn.GELU(), tejit.Linear(31, 31))
 
     def region(module, x, on):
+        if on and reentrant == "own":
+            return OwnCheckpoint.apply(module, x)
         return checkpoint(module, x, use_reentrant=reentrant) if on else module(x)
 
     def forward(module, x, on):
@@ -259,8 +279,10 @@ def test_an_evaluation_of_checkpointed_regions_is_an_evaluation() -> None:
     step_of(module, data(0), recipe)
     before = state(module)
     with torch.no_grad(), tejit.autocast(recipe=recipe):
-        for reentrant in (True, False):
-            checkpoint(module, data(1), use_reentrant=reentrant)
+        for x in (data(1), data(1).requires_grad_()):
+            for reentrant in (True, False):
+                checkpoint(module, x, use_reentrant=reentrant)
+            OwnCheckpoint.apply(module, x)
     assert_same(state(module), before)
 
 
