@@ -125,6 +125,8 @@ assert tejit.nn.Linear is tejit.Linear and tejit.inspect.explain is tejit.explai
 layer = torch.nn.Sequential(torch.nn.Linear(64, 64))
 import tejit.convert  # the module of that name must not hide the function
 assert type(tejit.convert(layer, filter_fn=lambda module, name: True)[0]) is tejit.Linear
+import pydoc
+assert "class TransformerLayer" in pydoc.plain(pydoc.render_doc(tejit))
 """
 
 

@@ -75,6 +75,8 @@ class autocast:
 
     One instance may be entered again after it was left, and inside itself. Works inside and outside of
     compiled regions; returning to an earlier recipe recompiles nothing. Make recipes outside of them.
+    What is in force belongs to the thread, as with ``torch.autocast``: coroutines or generators that take turns in one
+    thread each see what another one entered and has not left.
 
     Also a decorator of functions and methods, ``@tejit.autocast(recipe=recipe)``: each call runs in a context of its
     own, with the same arguments.
