@@ -44,12 +44,13 @@ def quantized_linear(x: Tensor, product: Product, bias: Tensor | None) -> Tensor
 def _forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, given: Inner, state: State
 ) -> tuple[Tensor, Inner, Inner]:
-    """The output, and the buffers of input and weight that it was made from."""
+    """The output, and what to save of input and weight."""
     if plan.forward is not None:
         return plan.forward(x, weight, bias)
     x_inner = products.input_inner(plan, x, state)
     w_inner = weights.operand(plan, weight, given, state)
-    return products.fprop(plan, x_inner, w_inner, bias, x.dtype, x.shape[0], weight.shape[0]), x_inner, w_inner
+    out = products.fprop(plan, x_inner, w_inner, bias, x.dtype, x.shape[0], weight.shape[0])
+    return out, products.kept_input(plan, x, x_inner), weights.kept(plan, weight, w_inner, given)
 
 
 class _Linear(torch.autograd.Function):
@@ -69,9 +70,7 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         state = State(*tensors[: len(NO_STATE)]) if tensors else NO_STATE
         given = tensors[len(NO_STATE) :]
-        out, x_inner, w_inner = _forward(x, weight, bias, plan, given, state)
-        kept_x = products.kept_input(plan, x, x_inner)
-        kept_w = weights.kept(plan, weight, w_inner, given if tensors else w_inner)
+        out, kept_x, kept_w = _forward(x, weight, bias, plan, given, state)
         ctx.save_for_backward(*kept_x, *kept_w)
         ctx.call = (plan, main_grad, late, len(kept_x), len(tensors))
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)

@@ -29,7 +29,7 @@ SLOTS = 3
 _PLAIN = IdentityQuantizer(internal=True)
 
 
-#: ``(x, weight, bias)`` to the output and the buffers of input and weight that it was made from.
+#: ``(x, weight, bias)`` to the output and what to save of input (:func:`kept_input`) and weight (``weights.kept``).
 Forward = Callable[[Tensor, Tensor, "Tensor | None"], tuple[Tensor, Inner, Inner]]
 
 

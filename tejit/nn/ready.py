@@ -165,6 +165,11 @@ def _forward(plan: Plan, given: Inner, x: Tensor, weight: Tensor, bias: Tensor |
     if not own_weight:
         assert given[0] is not None
         given_codes = given[0].view(w_fp8).t()
+    override = quantizers.backward_override
+    # What to save is decided once too: the columnwise buffers, where nothing else was asked for.
+    columns_of_x = quantizers.input.both.columnwise_inner
+    columns_are_kept = plan.needs_wgrad and override is None and not plan.save_original_input
+    given_kept = weights.kept(plan, weight, given, given) if given_codes is not None else ()
 
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Inner, Inner]:
         x_inner = cast_x(x)
@@ -179,6 +184,8 @@ def _forward(plan: Plan, given: Inner, x: Tensor, weight: Tensor, bias: Tensor |
             out_dtype=dtype,
             use_fast_accum=fast_accum,
         )
-        return out, x_inner, w_inner
+        kept_x = columns_of_x(x_inner) if columns_are_kept else products.kept_input(plan, x, x_inner)
+        kept_w = given_kept if given_codes is not None else weights.kept(plan, weight, w_inner, given)
+        return out, kept_x, kept_w
 
     return forward
