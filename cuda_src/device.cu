@@ -5,10 +5,9 @@
 #include "mxfp8/mxfp8.cu"
 #include "nvfp4/nvfp4.cu"
 
-// A cubin is asked through the driver; a shared object through this function.
+// A cubin is asked through the driver; a shared object through this function. No header is included for it:
+// then NVRTC's build need not look for any.
 #ifndef __CUDACC_RTC__
-#include <cstring>
-
 extern "C" __attribute__((visibility("default"))) void* tejit_part_kernel(const char* name) {
   static const struct {
     const char* name;
@@ -23,7 +22,7 @@ extern "C" __attribute__((visibility("default"))) void* tejit_part_kernel(const 
 #undef TEJIT_ENTRY
   };
   for (const auto& entry : kTable) {
-    if (std::strcmp(entry.name, name) == 0) {
+    if (__builtin_strcmp(entry.name, name) == 0) {
       cudaKernel_t kernel = nullptr;
       return cudaGetKernel(&kernel, entry.function) == cudaSuccess ? static_cast<void*>(kernel) : nullptr;
     }

@@ -73,6 +73,8 @@ def options(part: Part, source: str) -> list[str]:
     # -O3 and -gencode are nvcc's alone. A function that names no side is the host's for nvcc, which drops it from
     # the kernels; here there is no host.
     shared = [flag for flag in part.flags if flag.startswith(("-std=", "-D"))]
+    # To look for CUDA's headers can take a process of its own, a tenth of a second: only for those who include any.
+    folders = [source, *(_header_folders() if part.sources.foreign else ())]
     return [
         f"--gpu-architecture=sm_{part.arch}",
         "--device-as-default-execution-space",
@@ -80,13 +82,12 @@ def options(part: Part, source: str) -> list[str]:
         "--split-compile=0",
         *shared,
         *_AS_LOAD_INLINE,
-        f"--include-path={source}",
-        *(f"--include-path={folder}" for folder in _header_folders()),
+        *(f"--include-path={folder}" for folder in folders),
     ]
 
 
 def _header_folders() -> Sequence[str]:
-    """Folders of CUDA's own headers; kernels that include none compile without."""
+    """Folders of CUDA's own headers."""
     folders = []
     try:
         from cuda.pathfinder import find_nvidia_header_directory

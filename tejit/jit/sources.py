@@ -32,6 +32,7 @@ class SourceSet(NamedTuple):
 
     unit: str
     files: tuple[tuple[str, bytes], ...]
+    foreign: tuple[str, ...] = ()  # what they include from elsewhere
 
     @property
     def digest(self) -> str:
@@ -60,6 +61,7 @@ def collect(root: str, unit: str) -> SourceSet:
     read: dict[str, bytes] = {}
     known: dict[tuple[str, bytes], str | None] = {}  # headers are included many times over
     tree = _Tree(root)
+    foreign: set[str] = set()
     waiting = [unit]
     while waiting:
         name = waiting.pop()
@@ -82,7 +84,9 @@ def collect(root: str, unit: str) -> SourceSet:
             found = known[target]
             if found is not None:
                 waiting.append(found)
-    return SourceSet(unit, tuple(sorted(read.items())))
+            else:
+                foreign.add(match[1].decode("utf-8", "replace"))
+    return SourceSet(unit, tuple(sorted(read.items())), tuple(sorted(foreign)))
 
 
 class _Tree:

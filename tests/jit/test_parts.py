@@ -29,6 +29,17 @@ def test_includes_are_found_beside_the_file_from_the_root_and_in_every_branch(so
     assert reached == ["c.h", "common/b.h", "common/seam.h", "fp8/a.h", "fp8/near.h", "host.cpp"]
 
 
+def test_a_part_knows_what_it_includes_from_elsewhere(sources: Path) -> None:
+    (sources / "device.cu").write_text('#include <cuda_fp8.h>\n#include "common/twice.cuh"\n')
+    (sources / "common" / "twice.cuh").write_text('#include "cuda_bf16.h"\n')
+    assert collect(str(sources), "device.cu").foreign == ("cuda_bf16.h", "cuda_fp8.h")
+
+
+def test_the_kernels_include_nothing_from_elsewhere() -> None:
+    # A build with NVRTC would have to find it first.
+    assert collect(default_root(), "device.cu").foreign == ()
+
+
 def test_the_key_follows_contents_and_not_places_or_times(sources: Path, tmp_path: Path) -> None:
     moved = tmp_path / "elsewhere with ümlaut"
     shutil.copytree(sources, moved)
