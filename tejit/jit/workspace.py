@@ -94,6 +94,8 @@ class Workspace:
             CUDA_VISIBLE_DEVICES="",
             TORCH_NO_COMPILER_WRAPPER="1",
             TORCH_DONT_CHECK_COMPILER_ABI="1",
+            # torch asks every installed package for a backend of its own; for compiling none is needed.
+            TORCH_DEVICE_BACKEND_AUTOLOAD="0",
         )
         cuda_flags: list[str] = []
         if nvcc is not None:
