@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import pace
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -34,14 +36,18 @@ print(1e3 * (end - begin))
 
 
 @pytest.mark.perf
-def test_a_warm_import_takes_less_than_50_ms_after_torch(need_kernels) -> None:
+def test_a_warm_import_takes_less_than_50_ms_after_torch(need_kernels, capsys) -> None:
     need_kernels("cpu")
     python(TIMED)  # writes the .pyc files
-    # The median of a round in which nothing else ran: on a shared machine one round in a few is disturbed.
-    rounds: list[list[float]] = []
-    while len(rounds) < 3 and not (rounds and statistics.median(rounds[-1]) < 50):
-        rounds.append([float(python(TIMED).stdout) for _ in range(9)])
-    assert statistics.median(rounds[-1]) < 50, rounds
+    taken = bar = 0.0
+    for _ in range(3):  # one round in a few is disturbed
+        taken = statistics.median(float(python(TIMED).stdout) for _ in range(9))
+        bar = 50 * pace.of_imports()
+        if taken < bar:
+            break
+    with capsys.disabled():
+        print(f"\nimport tejit after torch: {taken:.1f} ms; the bar of 50 ms is {bar:.1f} at this machine's pace")
+    assert taken < bar
 
 
 USED = """

@@ -1,9 +1,7 @@
-"""The bars for time, on a machine that does nothing else: `pytest -m perf`."""
+"""The bars for the time of builds, on a machine that does nothing else: `pytest -m perf`."""
 
 from __future__ import annotations
 
-import json
-import statistics
 import time
 from pathlib import Path
 
@@ -13,8 +11,9 @@ import torch
 from tejit.jit import build
 from tejit.jit.parts import device_part, host_part
 from tejit.jit.settings import Settings
+from tests import pace
 
-from .conftest import REPOSITORY, python
+from .conftest import REPOSITORY
 
 SOURCES = REPOSITORY / "cuda_src"
 pytestmark = [
@@ -22,30 +21,6 @@ pytestmark = [
     pytest.mark.perf,
     pytest.mark.skipif(not (SOURCES / "host.cpp").exists(), reason="the kernels' own sources are not here"),
 ]
-
-
-def test_a_warm_import_takes_under_50_ms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code = (
-        "import time, torch; begin = time.perf_counter(); import tejit\n"
-        "import json; print(json.dumps([time.perf_counter() - begin, tejit.jit.is_loaded()]))"
-    )
-    # The bar is for an installed package, which has its .pyc files; the first run here writes them.
-    env = {"TEJIT_CACHE_DIR": str(tmp_path / "cache"), "CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": ""}
-
-    def imported() -> float:
-        done = python("-c", code, env=env)
-        seconds, loaded = json.loads(done.stdout)
-        assert loaded, done.stderr
-        return seconds
-
-    cold, warm = imported(), 1.0
-    for _ in range(3):  # on a shared machine one round in a few is disturbed
-        warm = statistics.median([imported() for _ in range(9)])
-        if warm < 0.05:
-            break
-    with capsys.disabled():
-        print(f"\nimport tejit, torch {torch.__version__}: cold {cold:.2f} s, warm {1e3 * warm:.1f} ms")
-    assert warm < 0.05
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="needs a CUDA build of torch")
@@ -64,7 +39,7 @@ def test_a_cold_build(
         monkeypatch.setattr(build, "find_nvcc", lambda settings: None)
     else:
         parts.append(host_part(str(SOURCES)))
-    for attempt in range(3):  # as above
+    for attempt in range(3):  # one round in a few is disturbed
         cache = cache_dir / str(attempt)
         cache.mkdir(parents=True, mode=0o700)
         begin = time.perf_counter()
@@ -72,8 +47,10 @@ def test_a_cold_build(
         taken = time.perf_counter() - begin
         assert all(isinstance(entry, build.Entry) for entry in built.values()), built
         assert {entry.manifest["builder"] for entry in built.values()} <= {builder, "c++"}
-        if taken < bar:
+        # nvcc's build is bound by the processors as NVRTC's is, and NVRTC is there with every CUDA build of torch.
+        paced = bar * pace.of_nvrtc()
+        if taken < paced:
             break
     with capsys.disabled():
-        print(f"\n{', '.join(built)} with {builder}: {taken:.1f} s")
-    assert taken < bar
+        print(f"\n{', '.join(built)} with {builder}: {taken:.1f} s; the bar of {bar:g} s is {paced:.1f} at this pace")
+    assert taken < paced
