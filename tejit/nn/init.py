@@ -18,8 +18,7 @@ from tejit.recipe import LinearQuantizers
 from tejit.recipe.model_init import current_model_init
 from tejit.tensor import QuantizedTensor, Quantizer
 from tejit.tensor.attached import carry
-from tejit.tensor.kept import KEPT, keep, kept
-from tejit.tensor.serialization import allow
+from tejit.tensor.kept import clear_high_precision_init_val, get_high_precision_init_val, keep
 
 
 def quantize_parameters(module: Any, products: dict[str, str | tuple[Any, ...] | None]) -> None:
@@ -84,24 +83,6 @@ def _quantized(parameter: nn.Parameter, quantizer: Quantizer, preserve: bool) ->
     return made
 
 
-def get_high_precision_init_val(parameter: Tensor) -> Tensor | None:
-    """The values that a parameter was quantized from, on the CPU: the initial ones, or those that were copied into it
-    since then (``load_state_dict``, ``copy_``, ``p.data = ...``), in the dtype that they came in.
-
-    None after ``clear_high_precision_init_val``, on the meta device, and where the parameter holds anything else than
-    their quantization: after a copy of a quantized tensor, another operation in place, or a copy inside of a graph
-    (``torch.compile``, CUDA graphs). Then ``parameter.dequantize()`` is all there is. To know, the values are
-    quantized and compared.
-    """
-    return kept(parameter)
-
-
-def clear_high_precision_init_val(parameter: Tensor) -> None:
-    """Forget the values that a parameter was quantized from, and keep no others; ``reset_parameters`` keeps them
-    again. A parameter that is written in each step is to be cleared: each copy into it makes one to the CPU."""
-    vars(parameter).pop(KEPT, None)
-
-
 @contextlib.contextmanager
 def in_high_precision(module: Any, *names: str) -> Iterator[None]:
     """Initialise parameters: quantized ones are plain inside, uninitialised, and take over what was written to those.
@@ -124,6 +105,3 @@ def in_high_precision(module: Any, *names: str) -> Iterator[None]:
                 quantized[name].copy_(values)
             if "get_high_precision_init_val" in vars(quantized[name]):
                 keep(quantized[name], values)
-
-
-allow(get_high_precision_init_val, clear_high_precision_init_val)

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from tejit.tensor.serialization import allow
+
 #: Of values rounded at random: so often they may agree by chance before they count as fixed.
 _DRAWS = 8
 
@@ -86,3 +88,26 @@ def _holds(tensor: Any, values: Tensor) -> bool:
 def _equal(mine: Any, other: Any, name: str) -> bool:
     a, b = getattr(mine, name), getattr(other, name)
     return a is None or torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def get_high_precision_init_val(parameter: Tensor) -> Tensor | None:
+    """The values that a parameter was quantized from, on the CPU: the initial ones, or those that were copied into it
+    since then (``load_state_dict``, ``copy_``, ``p.data = ...``), in the dtype that they came in.
+
+    None after ``clear_high_precision_init_val``, on the meta device, and where the parameter holds anything else than
+    their quantization: after a copy of a quantized tensor, another operation in place, or a copy inside of a graph
+    (``torch.compile``, CUDA graphs). Then ``parameter.dequantize()`` is all there is. To know, the values are
+    quantized and compared.
+    """
+    return kept(parameter)
+
+
+def clear_high_precision_init_val(parameter: Tensor) -> None:
+    """Forget the values that a parameter was quantized from, and keep no others; ``reset_parameters`` keeps them
+    again. A parameter that is written in each step is to be cleared: each copy into it makes one to the CPU."""
+    vars(parameter).pop(KEPT, None)
+
+
+# Parameters keep these as their methods, and files name them: by where they stand, or where they stood before.
+for _method in (get_high_precision_init_val, clear_high_precision_init_val):
+    allow(_method, (_method, f"tejit.nn.init.{_method.__name__}"))

@@ -120,7 +120,8 @@ def reduce_storage(storage: Any) -> Any:
 
 
 def allow(*names: Any) -> None:
-    """Let ``torch.load(weights_only=True)`` rebuild these classes and functions."""
+    """Let ``torch.load(weights_only=True)`` rebuild these classes and functions; a pair of one and the name by which
+    files know it counts too."""
     torch.serialization.add_safe_globals(list(names))
 
 
