@@ -136,6 +136,23 @@ assert "class TransformerLayer" in pydoc.plain(pydoc.render_doc(tejit))
 """
 
 
+def test_every_quantizer_of_the_package_is_registered_by_the_import() -> None:
+    """Files name quantizers, and reading one imports nothing."""
+    code = """
+import importlib, pkgutil, tejit
+from tejit.tensor import Quantizer
+def known(cls=Quantizer):
+    return {cls}.union(*map(known, cls.__subclasses__()))
+before = known()
+for module in pkgutil.walk_packages(tejit.__path__, "tejit."):
+    if not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+assert known() == before, known() - before
+"""
+    done = python(code, TEJIT_BACKEND="torch")
+    assert done.stderr == ""
+
+
 def test_names_that_few_processes_use_come_when_they_are_asked_for() -> None:
     done = python("import sys\n" + LATE, TEJIT_BACKEND="torch")
     assert done.stderr == ""
