@@ -196,6 +196,27 @@ def test_a_module_that_moves_away_leaves_nothing(device) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("how", ["assigned", "loaded"])
+def test_a_replaced_parameter_is_let_go_at_once(how, quantized, device) -> None:
+    module, other = layer(device, quantized), layer(device, quantized)
+    with tejit.autocast(recipe=CURRENT):
+        step(module, input_of(device))
+        assert module._ready is not None
+        gone = weakref.ref(module.weight)
+        if how == "assigned":
+            module.weight = other.weight
+        else:
+            module.load_state_dict(other.state_dict(), assign=True)
+        gc.collect()
+        assert gone() is None
+        assert module._ready is None
+        x = input_of(device)
+        for got, want in zip(step(module, x), step(other, x), strict=True):
+            assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_a_recomputation_follows_the_forward_it_repeats(device) -> None:
     """Two recipes by turns, backward outside of autocast: each recomputation is under its forward's recipe."""
     from torch.utils.checkpoint import checkpoint
