@@ -90,7 +90,7 @@ def collect(root: str, unit: str) -> SourceSet:
 
 
 class _Tree:
-    """What is below a folder. Each folder is listed once: on every import most names asked for are not there, and to
+    """The files below a folder. Each folder is listed once: on every import most names asked for are not there, and to
     ask the system for each took as long as reading all sources."""
 
     def __init__(self, root: str) -> None:
@@ -98,6 +98,10 @@ class _Tree:
         self._listed = {"": frozenset(os.listdir(root) if os.path.isdir(root) else ())}
 
     def __contains__(self, name: str) -> bool:
+        # What was found is asked about: a folder, or a link to nowhere, may be called as a header is.
+        return self._is_listed(name) and os.path.isfile(os.path.join(self._root, name))
+
+    def _is_listed(self, name: str) -> bool:
         folder, _, last = name.rpartition("/")
         return last in self._in(folder)
 
@@ -105,7 +109,7 @@ class _Tree:
         listed = self._listed.get(folder)
         if listed is None:
             path = os.path.join(self._root, folder)
-            listed = frozenset(os.listdir(path) if folder in self and os.path.isdir(path) else ())
+            listed = frozenset(os.listdir(path) if self._is_listed(folder) and os.path.isdir(path) else ())
             self._listed[folder] = listed
         return listed
 

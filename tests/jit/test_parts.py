@@ -29,6 +29,22 @@ def test_includes_are_found_beside_the_file_from_the_root_and_in_every_branch(so
     assert reached == ["c.h", "common/b.h", "common/seam.h", "fp8/a.h", "fp8/near.h", "host.cpp"]
 
 
+def test_what_is_named_like_a_header_and_is_no_file_is_not_ours(sources: Path) -> None:
+    (sources / "array").mkdir()
+    (sources / "common" / "a.h").mkdir()
+    (sources / "a.h").write_text("")
+    (sources / "gone.h").symlink_to("nowhere")
+    (sources / "loop").symlink_to("loop")
+    (sources / "moved").symlink_to("common")
+    (sources / "common" / "seam.h").write_text('#include "a.h"\n#include ".."\n#include "../common"\n')
+    (sources / "host.cpp").write_text(
+        '#include <array>\n#include "gone.h"\n#include "loop/a.h"\n#include "moved/seam.h"\n'
+    )
+    found = collect(str(sources), "host.cpp")
+    assert [name for name, _ in found.files] == ["a.h", "host.cpp", "moved/seam.h"]
+    assert found.foreign == ("..", "../common", "array", "gone.h", "loop/a.h")
+
+
 def test_a_part_knows_what_it_includes_from_elsewhere(sources: Path) -> None:
     (sources / "device.cu").write_text('#include <cuda_fp8.h>\n#include "common/twice.cuh"\n')
     (sources / "common" / "twice.cuh").write_text('#include "cuda_bf16.h"\n')
