@@ -128,8 +128,6 @@ __getattr__, __dir__ = compat.late_names(
     {
         "explain": "tejit.inspect",
         "info": "tejit.inspect",
-        "inspect": "tejit.inspect",
-        "nn": "tejit.nn",
         "GroupedLinear": "tejit.nn",
         "LayerNorm": "tejit.nn",
         "LayerNormLinear": "tejit.nn",

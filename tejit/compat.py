@@ -214,20 +214,22 @@ def collecting_later() -> Iterator[None]:
 
 def late_names(package: str, places: dict[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """A package's ``__getattr__`` and ``__dir__`` for names whose modules are loaded when somebody asks:
-    ``{name: module}``, where a module may be the name itself. Every process pays for an import of the package, few use
-    all of its names."""
+    ``{name: module}``. Every process pays for an import of the package, few use all of its names. Modules of the
+    package itself that are named so are its attributes too, as if they had been loaded."""
+    modules = {module.rpartition(".")[2] for module in places.values() if module.rpartition(".")[0] == package}
 
     def getattr_(name: str) -> Any:
-        if name not in places:
+        if name in places:
+            value = getattr(importlib.import_module(places[name]), name)
+        elif name in modules:
+            value = importlib.import_module(f"{package}.{name}")
+        else:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = importlib.import_module(places[name])
-        if places[name] != f"{package}.{name}":
-            value = getattr(value, name)
         setattr(sys.modules[package], name, value)
         return value
 
     def dir_() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *places})
+        return sorted({*vars(sys.modules[package]), *places, *modules})
 
     return getattr_, dir_
 

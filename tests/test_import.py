@@ -127,6 +127,8 @@ def run(module, x):  # the first to ask for a name may be TorchDynamo
     return x if isinstance(module, tejit.Linear) else module(x)
 
 assert run(torch.nn.Linear(4, 3), torch.ones(2, 4)).shape == (2, 3)
+assert tejit.recipe.delayed.DelayedScaling is tejit.recipe.DelayedScaling and "register" in dir(tejit.ops)
+assert tejit.nn.grouped.GroupedLinear is tejit.GroupedLinear and tejit.ops.register.register_quantized_op
 assert tejit.nn.Linear is tejit.Linear and tejit.inspect.explain is tejit.explain
 layer = torch.nn.Sequential(torch.nn.Linear(64, 64))
 import tejit.convert  # the module of that name must not hide the function
