@@ -9,6 +9,7 @@ import abc
 import contextlib
 import gc
 import importlib
+import importlib.util
 import inspect
 import sys
 import types
@@ -214,14 +215,13 @@ def collecting_later() -> Iterator[None]:
 
 def late_names(package: str, places: dict[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """A package's ``__getattr__`` and ``__dir__`` for names whose modules are loaded when somebody asks:
-    ``{name: module}``. Every process pays for an import of the package, few use all of its names. Modules of the
-    package itself that are named so are its attributes too, as if they had been loaded."""
-    modules = {module.rpartition(".")[2] for module in places.values() if module.rpartition(".")[0] == package}
+    ``{name: module}``. Every process pays for an import of the package, few use all of its names. The package's own
+    modules are its attributes too, as if they had been loaded."""
 
     def getattr_(name: str) -> Any:
         if name in places:
             value = getattr(importlib.import_module(places[name]), name)
-        elif name in modules:
+        elif not name.startswith("_") and name.isidentifier() and importlib.util.find_spec(f"{package}.{name}"):
             value = importlib.import_module(f"{package}.{name}")
         else:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
@@ -229,7 +229,8 @@ def late_names(package: str, places: dict[str, str]) -> tuple[Callable[[str], An
         return value
 
     def dir_() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *places, *modules})
+        modules = [module.rpartition(".") for module in places.values()]
+        return sorted({*vars(sys.modules[package]), *places, *(last for above, _, last in modules if above == package)})
 
     return getattr_, dir_
 

@@ -128,7 +128,8 @@ def run(module, x):  # the first to ask for a name may be TorchDynamo
 
 assert run(torch.nn.Linear(4, 3), torch.ones(2, 4)).shape == (2, 3)
 assert tejit.recipe.delayed.DelayedScaling is tejit.recipe.DelayedScaling and "register" in dir(tejit.ops)
-assert tejit.nn.grouped.GroupedLinear is tejit.GroupedLinear and tejit.ops.register.register_quantized_op
+assert tejit.nn.grouped.GroupedLinear is tejit.GroupedLinear
+assert tejit.nn.init and tejit.ops.register.register_quantized_op and not hasattr(tejit, "nn.init")
 assert tejit.nn.Linear is tejit.Linear and tejit.inspect.explain is tejit.explain
 layer = torch.nn.Sequential(torch.nn.Linear(64, 64))
 import tejit.convert  # the module of that name must not hide the function
@@ -158,3 +159,38 @@ assert known() == before, known() - before
 def test_names_that_few_processes_use_come_when_they_are_asked_for() -> None:
     done = python("import sys\n" + LATE, TEJIT_BACKEND="torch")
     assert done.stderr == ""
+
+
+def test_threads_may_be_the_first_to_ask_together() -> None:
+    """Each thread that waits for a module holds those that it came through."""
+    code = """
+import os, sys, threading, torch, tejit
+ASKED = (
+    "tejit.Linear", "tejit.TransformerLayer", "tejit.explain", "tejit.nn.plain_state_dict",
+    "tejit.recipe.DelayedScaling", "from tejit.recipe.delayed import DelayedScaling",
+    "import tejit.nn", "import tejit.nn.linear", "import tejit.nn.norms", "import tejit.nn.conversion",
+    "import tejit.inspect", "from tejit.ops import register_quantized_op",
+)
+def run():
+    failed, start = [], threading.Barrier(len(ASKED))
+    def ask(code):
+        start.wait()
+        try:
+            exec(code, {"tejit": tejit})
+        except BaseException as error:
+            failed.append((code, repr(error)))
+    threads = [threading.Thread(target=ask, args=(code,)) for code in ASKED]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    print(*failed, sep="\\n", flush=True)
+    return bool(failed)
+sys.setswitchinterval(1e-6)
+for _ in range(5):
+    if not (child := os.fork()):
+        os._exit(run())
+    assert os.waitpid(child, 0)[1] == 0
+"""
+    done = python(code, TEJIT_BACKEND="torch")
+    assert not done.stdout.split()
