@@ -123,25 +123,26 @@ __all__ = [
     "warm",
 ]
 
-__getattr__, __dir__ = compat.late_names(
-    __name__,
-    {
-        "explain": "tejit.inspect",
-        "info": "tejit.inspect",
-        "GroupedLinear": "tejit.nn",
-        "LayerNorm": "tejit.nn",
-        "LayerNormLinear": "tejit.nn",
-        "LayerNormMLP": "tejit.nn",
-        "Linear": "tejit.nn",
-        "MultiheadAttention": "tejit.nn",
-        "RMSNorm": "tejit.nn",
-        "RotaryPositionEmbedding": "tejit.nn",
-        "TransformerLayer": "tejit.nn",
-        "name_modules": "tejit.nn",
-        "plain_state_dict": "tejit.nn",
-        "quantized_model_init": "tejit.recipe",
-    },
-)
+if not TYPE_CHECKING:  # a checker would take any name for one of ours
+    __getattr__, __dir__ = compat.late_names(
+        __name__,
+        {
+            "explain": "tejit.inspect",
+            "info": "tejit.inspect",
+            "GroupedLinear": "tejit.nn",
+            "LayerNorm": "tejit.nn",
+            "LayerNormLinear": "tejit.nn",
+            "LayerNormMLP": "tejit.nn",
+            "Linear": "tejit.nn",
+            "MultiheadAttention": "tejit.nn",
+            "RMSNorm": "tejit.nn",
+            "RotaryPositionEmbedding": "tejit.nn",
+            "TransformerLayer": "tejit.nn",
+            "name_modules": "tejit.nn",
+            "plain_state_dict": "tejit.nn",
+            "quantized_model_init": "tejit.recipe",
+        },
+    )
 
 if _BACKEND != "torch" and not jit.is_command_line():
     jit.load()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import statistics
 import subprocess
@@ -194,3 +195,12 @@ for _ in range(5):
 """
     done = python(code, TEJIT_BACKEND="torch")
     assert not done.stdout.split()
+
+
+def test_names_that_come_late_hide_no_misspelt_ones_from_type_checkers() -> None:
+    """A checker that sees a module's ``__getattr__`` takes any name for one of its own."""
+    packages = [path for path in ROOT.glob("tejit/**/__init__.py") if "late_names(" in path.read_text("utf-8")]
+    assert packages
+    for path in packages:
+        tops = [ast.unparse(node) for node in ast.parse(path.read_text("utf-8")).body]
+        assert [top.startswith("if not TYPE_CHECKING:") for top in tops if "late_names(" in top] == [True], path

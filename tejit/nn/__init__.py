@@ -17,22 +17,23 @@ if TYPE_CHECKING:
 
 # All of them late: this package is loaded at the first use, which threads may make together. One that imports a module
 # of it holds that module's lock while it waits for the package, so the package must not wait for the module.
-__getattr__, __dir__ = compat.late_names(
-    __name__,
-    {
-        "GroupedLinear": "tejit.nn.grouped",
-        "LayerNorm": "tejit.nn.norms",
-        "LayerNormLinear": "tejit.nn.norm_linear",
-        "LayerNormMLP": "tejit.nn.norm_mlp",
-        "Linear": "tejit.nn.linear",
-        "MultiheadAttention": "tejit.nn.attention",
-        "RMSNorm": "tejit.nn.norms",
-        "RotaryPositionEmbedding": "tejit.nn.attention",
-        "TransformerLayer": "tejit.nn.transformer",
-        "name_modules": "tejit.nn.naming",
-        "plain_state_dict": "tejit.nn.delayed_state",
-    },
-)
+if not TYPE_CHECKING:  # a checker would take any name for one of ours
+    __getattr__, __dir__ = compat.late_names(
+        __name__,
+        {
+            "GroupedLinear": "tejit.nn.grouped",
+            "LayerNorm": "tejit.nn.norms",
+            "LayerNormLinear": "tejit.nn.norm_linear",
+            "LayerNormMLP": "tejit.nn.norm_mlp",
+            "Linear": "tejit.nn.linear",
+            "MultiheadAttention": "tejit.nn.attention",
+            "RMSNorm": "tejit.nn.norms",
+            "RotaryPositionEmbedding": "tejit.nn.attention",
+            "TransformerLayer": "tejit.nn.transformer",
+            "name_modules": "tejit.nn.naming",
+            "plain_state_dict": "tejit.nn.delayed_state",
+        },
+    )
 
 __all__ = [
     "GroupedLinear",

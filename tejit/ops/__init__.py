@@ -16,4 +16,5 @@ __all__ = [
     "register_quantized_op",
 ]
 
-__getattr__, __dir__ = compat.late_names(__name__, {"register_quantized_op": "tejit.ops.register"})
+if not TYPE_CHECKING:  # a checker would take any name for one of ours
+    __getattr__, __dir__ = compat.late_names(__name__, {"register_quantized_op": "tejit.ops.register"})

@@ -63,15 +63,16 @@ __all__ = [
     "quantized_model_init",
 ]
 
-__getattr__, __dir__ = compat.late_names(
-    __name__,
-    {
-        "CustomRecipe": "tejit.recipe.custom",
-        "DelayedScaling": "tejit.recipe.delayed",
-        "Float8BlockScaling": "tejit.recipe.blocks",
-        "MXFP8BlockScaling": "tejit.recipe.blocks",
-        "NVFP4BlockScaling": "tejit.recipe.blocks",
-        "QuantizerRole": "tejit.recipe.custom",
-        "quantized_model_init": "tejit.recipe.model_init",
-    },
-)
+if not TYPE_CHECKING:  # a checker would take any name for one of ours
+    __getattr__, __dir__ = compat.late_names(
+        __name__,
+        {
+            "CustomRecipe": "tejit.recipe.custom",
+            "DelayedScaling": "tejit.recipe.delayed",
+            "Float8BlockScaling": "tejit.recipe.blocks",
+            "MXFP8BlockScaling": "tejit.recipe.blocks",
+            "NVFP4BlockScaling": "tejit.recipe.blocks",
+            "QuantizerRole": "tejit.recipe.custom",
+            "quantized_model_init": "tejit.recipe.model_init",
+        },
+    )
