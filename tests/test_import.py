@@ -117,8 +117,25 @@ def test_public_names_are_there() -> None:
         _ = tejit.Linaer
 
 
+def test_every_quantizer_of_the_package_is_registered_by_the_import() -> None:
+    """Files name quantizers, and reading one imports nothing."""
+    code = """
+import importlib, pkgutil, tejit
+from tejit.tensor import Quantizer
+def known(cls=Quantizer):
+    return {cls}.union(*map(known, cls.__subclasses__()))
+before = known()
+for module in pkgutil.walk_packages(tejit.__path__, "tejit."):
+    if not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+assert known() == before, known() - before
+"""
+    done = python(code, TEJIT_BACKEND="torch")
+    assert done.stderr == ""
+
+
 LATE = """
-import torch, tejit
+import sys, torch, tejit
 names = set(dir(tejit)), set(dir(tejit.recipe))
 assert {"Linear", "nn", "inspect", "quantized_model_init"} <= names[0] and "DelayedScaling" in names[1]
 assert not [name for name in sys.modules if name.startswith(("tejit.nn", "tejit.inspect"))]
@@ -140,25 +157,8 @@ assert "class TransformerLayer" in pydoc.plain(pydoc.render_doc(tejit))
 """
 
 
-def test_every_quantizer_of_the_package_is_registered_by_the_import() -> None:
-    """Files name quantizers, and reading one imports nothing."""
-    code = """
-import importlib, pkgutil, tejit
-from tejit.tensor import Quantizer
-def known(cls=Quantizer):
-    return {cls}.union(*map(known, cls.__subclasses__()))
-before = known()
-for module in pkgutil.walk_packages(tejit.__path__, "tejit."):
-    if not module.name.endswith("__main__"):
-        importlib.import_module(module.name)
-assert known() == before, known() - before
-"""
-    done = python(code, TEJIT_BACKEND="torch")
-    assert done.stderr == ""
-
-
 def test_names_that_few_processes_use_come_when_they_are_asked_for() -> None:
-    done = python("import sys\n" + LATE, TEJIT_BACKEND="torch")
+    done = python(LATE, TEJIT_BACKEND="torch")
     assert done.stderr == ""
 
 

@@ -129,5 +129,5 @@ def _read(root: str, name: str) -> bytes | None:
     try:
         with open(os.path.join(root, name), "rb") as source:
             return source.read()
-    except (FileNotFoundError, IsADirectoryError):
+    except FileNotFoundError:
         return None

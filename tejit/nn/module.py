@@ -309,8 +309,7 @@ class QuantizedModule(KeepsWorkspace, Delayed, KeepsAttached, Named, nn.Module):
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         # Another parameter comes (assigned, or loaded with ``assign=True``): what is ready would keep the one before.
-        if "_ready" in self.__dict__:
-            del self.__dict__["_ready"]
+        self.__dict__.pop("_ready", None)
         super().register_parameter(name, param)
 
     def _apply(self: Self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

@@ -42,6 +42,7 @@ class Ready:
         "memory",
         "needs",
         "product",
+        "rowwise",
         "shape",
     )
 
@@ -59,7 +60,8 @@ class Ready:
         self.device, self.dtype = x.device, x.dtype
         # The weight may become another under the same name: its ``data`` assigned, swapped with a quantized tensor.
         self.kind, self.shape = type(product.weight), product.weight.shape
-        self.memory = product.given[0].data_ptr() if product.given else None  # type: ignore[union-attr]
+        self.rowwise = product.given[0] if product.given else None
+        self.memory = None if self.rowwise is None else self.rowwise.data_ptr()
         self.needs = (torch.is_grad_enabled(), x.requires_grad, product.weight.requires_grad)
         self.backend = backend.current()
 
@@ -96,12 +98,11 @@ class Ready:
         )
 
     def _same_buffers(self, module: QuantizedModule, weight: Any) -> bool:
-        source, given = self.product.plan.weight_source, self.product.given
-        if source == weights.CALL:
+        if self.rowwise is None:  # no buffers came with it: the call quantizes
             return True
-        assert given[0] is not None
-        if given[0].data_ptr() != self.memory:  # the plan's forward has a view of it
+        if self.rowwise.data_ptr() != self.memory:  # the plan's forward has a view of it
             return False
+        source, given = self.product.plan.weight_source, self.product.given
         if source == weights.PARAMETER:
             return weight._data is given[0] and weight._transpose is given[1] and weight._scale_inv is given[2]
         return module._workspace_is(self.product.plan.quantizers, "weight", given)
@@ -165,10 +166,9 @@ def _forward(plan: Plan, given: Inner, x: Tensor, weight: Tensor, bias: Tensor |
     if not own_weight:
         assert given[0] is not None
         given_codes = given[0].view(w_fp8).t()
-    override = quantizers.backward_override
     # What to save is decided once too: the columnwise buffers, where nothing else was asked for.
     columns_of_x = quantizers.input.both.columnwise_inner
-    columns_are_kept = plan.needs_wgrad and override is None and not plan.save_original_input
+    columns_are_kept = plan.needs_wgrad and quantizers.backward_override is None and not plan.save_original_input
     given_kept = weights.kept(plan, weight, given, given) if given_codes is not None else ()
 
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Inner, Inner]:

@@ -44,22 +44,6 @@ def _is_capturing(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def kept(tensor: Any) -> Tensor | None:
-    """The kept values, where the bytes of ``tensor`` are their quantization; else None, and they are dropped. While
-    its buffers are given away or without memory there is nothing to tell by: None, and they stay."""
-    values = tensor.__dict__.get(KEPT)
-    if values is None or tensor.is_meta:
-        return None
-    buffers = [buffer for buffer in tensor._inner() if buffer is not None]
-    if any(isinstance(buffer, FakeTensor) for buffer in buffers):
-        return values  # nothing there to compare
-    if not buffers or any(buffer.untyped_storage().nbytes() < buffer.nbytes for buffer in buffers):
-        return None
-    if not _holds(tensor, values):
-        tensor.__dict__[KEPT] = values = None
-    return values
-
-
 @torch.no_grad()
 def _holds(tensor: Any, values: Tensor) -> bool:
     """Whether ``copy_`` of ``values`` would change no byte, but for those that are rounded at random."""
@@ -90,16 +74,28 @@ def _equal(mine: Any, other: Any, name: str) -> bool:
     return a is None or torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-def get_high_precision_init_val(parameter: Tensor) -> Tensor | None:
+def get_high_precision_init_val(parameter: Any) -> Tensor | None:
     """The values that a parameter was quantized from, on the CPU: the initial ones, or those that were copied into it
     since then (``load_state_dict``, ``copy_``, ``p.data = ...``), in the dtype that they came in.
 
-    None after ``clear_high_precision_init_val``, on the meta device, and where the parameter holds anything else than
+    None after ``clear_high_precision_init_val``, on the meta device, while the buffers are given away or without memory
+    (the values stay), and where the parameter holds anything else than
     their quantization: after a copy of a quantized tensor, another operation in place, or a copy inside of a graph
     (``torch.compile``, CUDA graphs). Then ``parameter.dequantize()`` is all there is. To know, the values are
     quantized and compared.
     """
-    return kept(parameter)
+    values = parameter.__dict__.get(KEPT)
+    if values is None or parameter.is_meta:
+        return None
+    buffers = [buffer for buffer in parameter._inner() if buffer is not None]
+    if any(isinstance(buffer, FakeTensor) for buffer in buffers):
+        return values  # nothing there to compare
+    # There is nothing to tell by.
+    if not buffers or any(buffer.untyped_storage().nbytes() < buffer.nbytes for buffer in buffers):
+        return None
+    if not _holds(parameter, values):
+        parameter.__dict__[KEPT] = values = None
+    return values
 
 
 def clear_high_precision_init_val(parameter: Tensor) -> None:
