@@ -35,6 +35,11 @@ try:
 except ImportError:
     from torch._opaque_base import OpaqueBaseMeta as _OpaqueMeta
 
+# Asked in every call of a ready layer, where a look-up costs as much as the answer.
+_any_autocast = torch._C._is_any_autocast_enabled
+_any_transform = torch._C._are_functorch_transforms_active
+_backward_number = torch._C._current_graph_task_id
+
 _major, _minor = torch.__version__.split(".")[:2]
 TORCH_VERSION = (int(_major), int(_minor))
 
@@ -138,7 +143,13 @@ def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
             "gradients of a module that quantizes cannot be taken inside torch.func (grad, vmap, jvp, ...): call"
             " backward(), or leave this call out of tejit.autocast"
         )
-    return super(torch.autograd.Function, function).apply(*arguments)
+    return direct_apply(function)(*arguments)
+
+
+def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """``function.apply`` for eager code outside of transforms of functions."""
+    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply
+    return apply
 
 
 def bound(op: Any) -> Callable[..., Any]:
@@ -257,6 +268,12 @@ def autocast_enabled(kind: str) -> bool:
     return kind != "meta" and torch.is_autocast_enabled(kind)
 
 
+def plainly_eager() -> bool:
+    """Whether nothing of torch's changes what a call means: no ``torch.autocast`` for any kind of device, no backward
+    pass that this thread runs inside, no forward-mode differentiation, no transform of functions."""
+    return forward_ad._current_level < 0 and _backward_number() == -1 and not _any_autocast() and not _any_transform()
+
+
 def in_backward() -> bool:
     """Whether this thread runs inside a backward pass: there a forward is a recomputation."""
     return backward_number() != -1
@@ -265,7 +282,7 @@ def in_backward() -> bool:
 def backward_number() -> int:
     """The number of the backward pass that this thread runs inside; a backward inside a backward (reentrant
     activation checkpointing) has a number of its own. -1 outside."""
-    return torch._C._current_graph_task_id()
+    return _backward_number()
 
 
 def after_backward(callback: Callable[[], object]) -> None:

@@ -104,7 +104,7 @@ class Linear(QuantizedModule, nn.Linear):
         known = None if compiling else self._ready
         if known is not None and known.holds(self, x, is_first_microbatch):
             self.__dict__["_forward_context"] = known.context
-            out = quantized_linear(x, known.product, known.bias)
+            out = known(x)
             return (out, returned(self.bias)) if self.return_bias else out
         bias = None if self.return_bias else self.bias
         quantizers = self._quantizers()

@@ -32,10 +32,7 @@ def quantized_linear(x: Tensor, product: Product, bias: Tensor | None) -> Tensor
     flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     needs_bias_grad = bias is not None and bias.requires_grad and torch.is_grad_enabled()
     if plan.needs_dgrad or plan.needs_wgrad or needs_bias_grad:
-        # Tensors that autograd need not know of are arguments for the sake of graphs, at a microsecond each; a forward
-        # that is ready has its weight with it and no state.
-        tensors = () if plan.forward is not None else (*state, *given)
-        out = compat.apply(_Linear, flat, weight, bias, plan, main_grad, late, *tensors)
+        out = compat.apply(_Linear, flat, weight, bias, plan, main_grad, late, *state, *given)
     else:
         out = _forward(flat, weight, bias, plan, given, state)[0]
     return out if x.dim() == 2 else out.reshape(*x.shape[:-1], weight.shape[0])
@@ -45,8 +42,6 @@ def _forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, given: Inner, state: State
 ) -> tuple[Tensor, Inner, Inner]:
     """The output, and what to save of input and weight."""
-    if plan.forward is not None:
-        return plan.forward(x, weight, bias)
     x_inner = products.input_inner(plan, x, state)
     w_inner = weights.operand(plan, weight, given, state)
     out = products.fprop(plan, x_inner, w_inner, bias, x.dtype, x.shape[0], weight.shape[0])
@@ -68,11 +63,10 @@ class _Linear(torch.autograd.Function):
         late: Late | None,
         *tensors: Tensor | None,
     ) -> Tensor:
-        state = State(*tensors[: len(NO_STATE)]) if tensors else NO_STATE
-        given = tensors[len(NO_STATE) :]
+        state, given = State(*tensors[: len(NO_STATE)]), tensors[len(NO_STATE) :]
         out, kept_x, kept_w = _forward(x, weight, bias, plan, given, state)
         ctx.save_for_backward(*kept_x, *kept_w)
-        ctx.call = (plan, main_grad, late, len(kept_x), len(tensors))
+        ctx.call = (plan, main_grad, late, len(kept_x), len(given))
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.features = x.shape[1]
         ctx.state = state
@@ -81,7 +75,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # a second derivative would see the quantized operands as constants and be wrong
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        plan, main_grad, late, x_buffers, tensors = ctx.call
+        plan, main_grad, late, x_buffers, given = ctx.call
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
         saved = ctx.saved_tensors
         kept_x, kept_w = saved[:x_buffers], saved[x_buffers:]
@@ -91,5 +85,5 @@ class _Linear(torch.autograd.Function):
         bias_grad = None
         if bias_dtype is not None and ctx.needs_input_grad[2]:
             bias_grad = grad_output.sum(0).to(bias_dtype)
-        rest = (*products.state_grads(ctx.state), *[None] * (tensors - len(NO_STATE))) if tensors else ()
+        rest = (*products.state_grads(ctx.state), *[None] * given)
         return (dgrad, wgrad, bias_grad, None, None, None, *rest)

@@ -8,7 +8,6 @@ An autograd function calls, in forward: :func:`input_inner`, ``weights.operand``
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -29,10 +28,6 @@ SLOTS = 3
 _PLAIN = IdentityQuantizer(internal=True)
 
 
-#: ``(x, weight, bias)`` to the output and what to save of input (:func:`kept_input`) and weight (``weights.kept``).
-Forward = Callable[[Tensor, Tensor, "Tensor | None"], tuple[Tensor, Inner, Inner]]
-
-
 class Plan(NamedTuple):
     """How one linear product runs; known before it runs, hence a constant of a graph.
 
@@ -47,7 +42,6 @@ class Plan(NamedTuple):
         group: the process group over which amax is reduced when a tensor is quantized, or None.
         delayed: whom an eager backward tells that it wrote to the state; None in a graph, whose backward has the
             state's anchor for that.
-        forward: the product itself where an earlier call made it ready (``ready``), in eager code; else None.
     """
 
     quantizers: LinearQuantizers
@@ -60,7 +54,6 @@ class Plan(NamedTuple):
     accumulate: bool = True
     group: Any = None
     delayed: DelayedState | None = None
-    forward: Forward | None = None
 
 
 class State(NamedTuple):

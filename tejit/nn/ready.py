@@ -7,110 +7,163 @@ scaling, and says whether they hold for another. What is computed is the same, t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from tejit import compat
 from tejit import device as hardware
 from tejit.format_info import E5M2, FP8_GEMM_ALIGNMENT
 from tejit.formats import Float8CurrentScalingQuantizer
 from tejit.kernels import backend
-from tejit.nn import products, weights
+from tejit.nn import gradients, products, weights
 from tejit.nn.module import Product, QuantizedModule
-from tejit.nn.products import Forward, Plan
-from tejit.recipe import Recipe, current_group, current_recipe
+from tejit.nn.products import NO_STATE, Plan
+from tejit.recipe import Recipe, current_recipe, in_force
 from tejit.tensor.quantizer import Inner
+
+#: ``(x, weight, bias)`` of a product to its output, and what to save of input and weight.
+Forward = Callable[[Tensor, Tensor, "Tensor | None"], tuple[Tensor, Inner, Inner]]
 
 
 class Ready:
-    """The answers of a call. ``product`` is what the module made of them, ``forward`` in its plan included.
+    """The answers of a call: ``forward`` is the product that came of them, of a ``(rows, K)`` input.
 
     Of tensors it holds only what the module holds too.
     """
-
-    __slots__ = (
-        "asked",
-        "backend",
-        "bias",
-        "context",
-        "device",
-        "dtype",
-        "first",
-        "kind",
-        "memory",
-        "needs",
-        "product",
-        "rowwise",
-        "shape",
-    )
 
     def __init__(
         self,
         module: QuantizedModule,
         recipe: Recipe,
         product: Product,
+        forward: Forward,
         x: Tensor,
         bias: Tensor | None,
         first: bool | None,
     ) -> None:
-        self.context, self.asked = (recipe, None), _asked(module)
-        self.product, self.bias, self.first = product, bias, first
+        weight: Any = product.weight
+        self.recipe, self.context, self.backend = recipe, (recipe, None), backend.current()
+        self.plan, self.forward, self.first = product.plan, forward, first
+        self.switches = _switches(module)
+        self.weight, self.bias, self.x_shape = weight, bias, x.shape
         self.device, self.dtype = x.device, x.dtype
         # The weight may become another under the same name: its ``data`` assigned, swapped with a quantized tensor.
-        self.kind, self.shape = type(product.weight), product.weight.shape
-        self.rowwise = product.given[0] if product.given else None
-        self.memory = None if self.rowwise is None else self.rowwise.data_ptr()
-        self.needs = (torch.is_grad_enabled(), x.requires_grad, product.weight.requires_grad)
-        self.backend = backend.current()
+        self.kind, self.shape = type(weight), weight.shape
+        self.grad, self.x_learns, self.weight_learns = torch.is_grad_enabled(), x.requires_grad, weight.requires_grad
+        self.bias_learns = bias is not None and bias.requires_grad
+        self.with_gradients = self.grad and (self.x_learns or self.weight_learns or self.bias_learns)
+        # The buffers that the forward reads, where some came with the weight, and the address of the rowwise bytes.
+        self.given: Any = product.given
+        self.memory: int | None = None
+        self.buffers: tuple[str, str, tuple[str | None, ...]] | None = None
+        if self.given:
+            assert self.given[0] is not None
+            self.memory = self.given[0].data_ptr()
+            if product.plan.weight_source == weights.WORKSPACE:
+                self.buffers = module._workspace_record(product.plan.quantizers, "weight")
+                assert self.buffers is not None  # by the call that read them
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """What the module's forward computes, of an input for which this :meth:`holds`."""
+        flat = x if x.dim() == 2 else x.reshape(-1, self.shape[1])
+        out: Tensor
+        if self.with_gradients:
+            out = _apply(flat, self.weight, self.bias, self)
+        else:
+            out = self.forward(flat, self.weight, self.bias)[0]
+        return out if x.dim() == 2 else out.reshape(*x.shape[:-1], self.shape[0])
 
     def holds(self, module: QuantizedModule, x: Tensor, first: bool | None) -> bool:
-        """Whether a call with these arguments would find the same answers."""
+        """Whether a call with these arguments would find the same answers.
+
+        The questions are put one by one and as C answers them: each function of Python's costs more than what it asks.
+        """
         # Not by attributes of the module, which cost half a microsecond each. Where weight or bias is no parameter
         # (torch.nn.utils.parametrize, prune, a buffer) or something hides it, a call asks for itself.
-        own, weight, hiding = module._parameters, self.product.weight, module.__dict__
-        bias, shape = self.bias, self.shape
+        own, hiding = module._parameters, module.__dict__
+        weight, bias, shape = self.weight, self.bias, self.shape
+        asked = in_force()
         return (
-            current_recipe() is self.context[0]
+            asked.recipe is self.recipe
+            and asked.group is None
             and own.get("weight") is weight
             and (None if module.return_bias else own.get("bias", hiding)) is bias
             and "weight" not in hiding
             and "bias" not in hiding
             and first is self.first
-            and _asked(module) == self.asked
-            and x.numel() >= shape[1]  # which is at least 1: no scalar, and not empty
-            and x.shape[-1] == shape[1]
+            and _switches(module) == self.switches
+            # At least as many elements as a row has, which is 1 or more: no scalar, and not empty.
+            and (x.shape == self.x_shape or (x.numel() >= shape[1] and x.shape[-1] == shape[1]))
             and x.dtype is self.dtype
             and x.device == self.device
-            and self.needs == (torch.is_grad_enabled(), x.requires_grad, weight.requires_grad)
+            and torch.is_grad_enabled() is self.grad
+            and x.requires_grad is self.x_learns
+            and weight.requires_grad is self.weight_learns
             and type(weight) is self.kind
             and weight.shape == shape
             and weight.device == self.device
             and weight.dtype is self.dtype
-            and (bias is None or bias.dtype is self.dtype)
-            and self._same_buffers(module, weight)
+            and (bias is None or (bias.dtype is self.dtype and bias.requires_grad is self.bias_learns))
+            and (self.memory is None or self._same_buffers(module))
             and backend.current() == self.backend
-            and current_group() is None
-            and not compat.autocast_enabled(self.device.type)
-            and not compat.in_backward()
-            and not compat.has_tangent(x, weight, bias)
+            and compat.plainly_eager()
         )
 
-    def _same_buffers(self, module: QuantizedModule, weight: Any) -> bool:
-        if self.rowwise is None:  # no buffers came with it: the call quantizes
-            return True
-        if self.rowwise.data_ptr() != self.memory:  # the plan's forward has a view of it
+    def _same_buffers(self, module: QuantizedModule) -> bool:
+        given, memory = self.given, self.memory
+        if given[0].data_ptr() != memory:  # the forward has a view of it
             return False
-        source, given = self.product.plan.weight_source, self.product.given
-        if source == weights.PARAMETER:
+        if self.buffers is None:
+            weight = self.weight
             return weight._data is given[0] and weight._transpose is given[1] and weight._scale_inv is given[2]
-        return module._workspace_is(self.product.plan.quantizers, "weight", given)
+        (form_name, form, names), found = self.buffers, module._buffers
+        return (
+            module.__dict__.get(form_name) == form
+            and found.get(names[0]) is given[0]
+            and found.get(names[1]) is given[1]  # of no name: None
+            and found.get(names[2]) is given[2]
+        )
 
 
-def _asked(module: QuantizedModule) -> tuple[Any, ...]:
+def _switches(module: QuantizedModule) -> tuple[Any, ...]:
     """What a module's attributes say about its calls; somebody may change them between two."""
     return module.name, module.save_original_input, module.fuse_wgrad_accumulation, module.delay_wgrad_compute
+
+
+class _Product(torch.autograd.Function):
+    """The product of a call that is ready: what ``linear_function`` does, where nothing is left to decide."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, ready: Ready) -> Tensor:
+        out, kept_x, kept_w = ready.forward(x, weight, bias)
+        ctx.save_for_backward(*kept_x, *kept_w)
+        ctx.ready, ctx.of_x = ready, len(kept_x)
+        return out
+
+    @staticmethod
+    @once_differentiable  # a second derivative would see the quantized operands as constants and be wrong
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        ready, of_x, saved = ctx.ready, ctx.of_x, ctx.saved_tensors
+        dgrad, wgrad = gradients.product_gradients(
+            ready.plan,
+            None,
+            None,
+            NO_STATE,
+            grad_output,
+            saved[:of_x],
+            saved[of_x:],
+            ready.shape[1],
+            ready.dtype,
+            ready.dtype,
+        )
+        return dgrad, wgrad, grad_output.sum(0) if ctx.needs_input_grad[2] else None, None
+
+
+_apply = compat.direct_apply(_Product)
 
 
 def of_call(
@@ -137,7 +190,7 @@ def of_call(
         return None
     if not all(isinstance(own, nn.Parameter) for own in (product.weight, bias) if own is not None):
         return None
-    return Ready(module, recipe, product._replace(plan=plan._replace(forward=forward)), x, bias, first)
+    return Ready(module, recipe, product, forward, x, bias, first)
 
 
 def _forward(plan: Plan, given: Inner, x: Tensor, weight: Tensor, bias: Tensor | None) -> Forward | None:

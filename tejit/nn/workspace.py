@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -95,23 +94,18 @@ class KeepsWorkspace(Keyed, nn.Module):
     def _workspace_of(self, quantizers: LinearQuantizers, parameter: str) -> Inner | None:
         """The buffers of the workspace as eager calls of these quantizers last found them; None where they did not, or
         others wrote there since."""
-        names = self._buffer_names(quantizers, parameter)
-        return None if names is None else tuple([None if name is None else self._buffers[name] for name in names])
-
-    def _workspace_is(self, quantizers: LinearQuantizers, parameter: str, buffers: Inner) -> bool:
-        """Whether :meth:`_workspace_of` would return these buffers; asked in every call, so nothing is made for it."""
-        names = self._buffer_names(quantizers, parameter)
-        if names is None or len(names) != len(buffers):
-            return False
-        return all(map(operator.is_, map(self._buffers.get, names), buffers))  # of no name: None
-
-    def _buffer_names(self, quantizers: LinearQuantizers, parameter: str) -> tuple[str | None, ...] | None:
-        """Those of :meth:`_workspace_of`."""
-        known = self._known_workspaces.get(parameter)
-        if known is None or known[0] is not quantizers:
+        record = self._workspace_record(quantizers, parameter)
+        if record is None or self.__dict__.get(record[0]) != record[1]:
             return None
-        form_name, form, names = known[2]
-        return names if self.__dict__.get(form_name) == form else None
+        return tuple([None if name is None else self._buffers[name] for name in record[2]])
+
+    def _workspace_record(
+        self, quantizers: LinearQuantizers, parameter: str
+    ) -> tuple[str, str, tuple[str | None, ...]] | None:
+        """What an eager call of these quantizers noted: the attribute that names the form of what is in the workspace,
+        that form, and the names of the buffers; None where there was none."""
+        known = self._known_workspaces.get(parameter)
+        return known[2] if known is not None and known[0] is quantizers else None
 
     def _apply(self: Self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # The bytes of the workspace and their scales move with the module, and have no other dtype.

@@ -156,6 +156,11 @@ class autocast:
             running.close()
 
 
+def in_force() -> _Asked:
+    """What is in force in this thread, to be read at once: its ``recipe`` and ``group``."""
+    return _state.asked
+
+
 def current_recipe() -> Recipe | None:
     """The recipe in force in this thread; None outside of ``autocast``."""
     return _state.asked.recipe

@@ -102,6 +102,12 @@ def test_what_changes_is_asked_again(device, monkeypatch) -> None:
         assert questions(lambda: module(x)) == 1
         module.weight.requires_grad_(False)
         assert questions(lambda: module(x)) == 1
+        module.bias.requires_grad_(False)
+        assert questions(lambda: module(x)) == 1
+        assert not module(x).requires_grad
+        module.bias.requires_grad_(True)
+        assert questions(lambda: module(x)) == 1
+        assert module(x).requires_grad
         module.half()
         assert questions(lambda: module(x.half())) == 1
         module.bfloat16()
@@ -331,6 +337,25 @@ def test_fake_tensors_leave_nothing_for_real_ones(kind, device) -> None:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             assert isinstance(module(mode.from_tensor(x), **options), FakeTensor)
         assert torch.equal(module(x, **options), copy.deepcopy(module)(x))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_ready_layer_is_differentiated_only_by_what_can(device) -> None:
+    """A transform of functions, forward mode and a second derivative find the same answer as before."""
+    module, x = layer(device), input_of(device)
+    with tejit.autocast(recipe=CURRENT):
+        step(module, x)
+        assert module._ready is not None
+        with pytest.raises(NotImplementedError, match=r"torch\.func"):
+            torch.func.grad(lambda x: module(x).sum())(x)
+        step(module, x)
+        with torch.autograd.forward_ad.dual_level(), pytest.raises((NotImplementedError, RuntimeError)):
+            module(torch.autograd.forward_ad.make_dual(x, x))
+        step(module, x)
+        twice = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(module(twice).square().sum(), twice, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            slope.sum().backward()
 
 
 @pytest.mark.parametrize("device", DEVICES)
