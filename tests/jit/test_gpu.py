@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests import pace
+
 from .conftest import REPOSITORY, entries, python
 
 pytestmark = [
@@ -165,10 +167,13 @@ print(json.dumps([time.perf_counter() - begin, tejit.jit.is_loaded()]))
     written: dict[str, str] = {"PYTHONDONTWRITEBYTECODE": ""}  # the first run writes the .pyc files
     cold, loaded = run(code, tmp_path / "cold", **written)
     assert loaded
-    warm = [run(code, tmp_path / "cold", **written)[0] for _ in range(9)]
+    warm = statistics.median(run(code, tmp_path / "cold", **written)[0] for _ in range(9))
+    # On more than two processors a build takes as long as its longest unit on one, whose pace is that of imports.
+    slower = pace.of_imports()
     with capsys.disabled():
         print(
-            f"\nimport tejit, torch {torch.__version__}: cold {cold:.2f} s, warm {1e3 * statistics.median(warm):.1f} ms"
+            f"\nimport tejit, torch {torch.__version__}: cold {cold:.2f} s, warm {1e3 * warm:.1f} ms; the bars of 15 s"
+            f" and 50 ms are {15 * slower:.1f} s and {50 * slower:.1f} ms at this pace"
         )
-    assert cold < 15
-    assert statistics.median(warm) < 0.05
+    assert cold < 15 * slower
+    assert warm < 0.05 * slower
