@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -59,12 +59,12 @@ class KeepsWorkspace(Keyed, nn.Module):
             known = self._known_workspaces.get(parameter)
             if known is not None and known[1] == both:
                 found = self._workspace_of(quantizers, parameter)
-                if found is not None:
+                if found is not None and not _is_of_another_world(found):
                     return found
         quantizer = quantizers.weight.needing(True, both)
         form = f"{quantizers.weight_key} {both}"
         prefix = f"{PREFIX}_{parameter}"
-        if not is_first and getattr(self, f"{prefix}_form", None) not in (form, f"{quantizers.weight_key} True"):
+        if not is_first and not self._is_filled(prefix, (form, f"{quantizers.weight_key} True")):
             raise RuntimeError(
                 f"is_first_microbatch=False uses the {parameter} that a call with is_first_microbatch=True quantized,"
                 " and there was none under this recipe, or it needed no gradient of its input. Pass True in the first"
@@ -90,6 +90,14 @@ class KeepsWorkspace(Keyed, nn.Module):
             form_name = f"{prefix}_form"
             self._known_workspaces[parameter] = (quantizers, both, (form_name, getattr(self, form_name), buffers))
         return inner
+
+    def _is_filled(self, prefix: str, forms: tuple[str, str]) -> bool:
+        """Whether a first microbatch wrote one of these forms to the buffers whose names begin so."""
+        if getattr(self, f"{prefix}_form", None) not in forms:
+            return False
+        if torch.compiler.is_compiling():
+            return True
+        return not _is_of_another_world([buffer for name, buffer in self._buffers.items() if name.startswith(prefix)])
 
     def _workspace_of(self, quantizers: LinearQuantizers, parameter: str) -> Inner | None:
         """The buffers of the workspace as eager calls of these quantizers last found them; None where they did not, or
@@ -124,6 +132,12 @@ class KeepsWorkspace(Keyed, nn.Module):
         return self
 
 
+def _is_of_another_world(buffers: Iterable[Tensor | None]) -> bool:
+    """Whether a call inside of ``FakeTensorMode`` left them, and this one is outside of it."""
+    left = any(isinstance(buffer, FakeTensor) for buffer in buffers)
+    return left and torch._C._len_torch_dispatch_stack() == 0
+
+
 def _specs(quantizers: LinearQuantizers, weight: Tensor, both: bool) -> Any:
     """``(attribute, shape, dtype)`` of each buffer of a quantized weight, columnwise ones too where ``both``."""
     shape = tuple([size + -size % quantizers.alignment for size in weight.shape])
@@ -139,12 +153,11 @@ def _allocate(key: str, parameter: str, specs: tuple[tuple[str, tuple[int, ...],
     """
     module = module_of(key)
     device = getattr(module, parameter).device
-    real = torch._C._len_torch_dispatch_stack() == 0
     for attribute, shape, dtype in specs:
         name = f"{PREFIX}_{parameter}{attribute}"
         buffer = getattr(module, name, None)
         fits = buffer is not None and (tuple(buffer.shape), buffer.dtype, buffer.device) == (shape, dtype, device)
-        if not fits or (real and isinstance(buffer, FakeTensor)):  # left by a call inside of FakeTensorMode
+        if not fits or _is_of_another_world((buffer,)):
             if hasattr(module, name):
                 delattr(module, name)
             with torch.inference_mode(False):  # a later first microbatch may come outside of it

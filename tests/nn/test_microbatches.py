@@ -76,6 +76,22 @@ def test_a_workspace_made_in_inference_mode_serves_training() -> None:
             module(x, is_first_microbatch=False)
 
 
+@pytest.mark.parametrize("recipe", [Float8CurrentScaling(), Float8BlockScaling()])
+def test_false_after_a_true_of_fake_tensors_is_an_error(recipe) -> None:
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    module, x = layer(), torch.randn(4, 61)
+    with tejit.autocast(recipe=recipe):
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            module(mode.from_tensor(x), is_first_microbatch=True)
+            assert isinstance(module(mode.from_tensor(x), is_first_microbatch=False), FakeTensor)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="is_first_microbatch=True"):
+                module(x, is_first_microbatch=False)
+        want = module(x, is_first_microbatch=True)
+        assert torch.equal(module(x, is_first_microbatch=False), want)
+
+
 def test_false_without_true_is_an_error() -> None:
     module, x = layer(), torch.randn(4, 61)
     with tejit.autocast():
