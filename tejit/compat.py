@@ -38,6 +38,7 @@ except ImportError:
 # Asked in every call of a ready layer, where a look-up costs as much as the answer.
 _any_autocast = torch._C._is_any_autocast_enabled
 _any_transform = torch._C._are_functorch_transforms_active
+_dispatch_modes = torch._C._len_torch_dispatch_stack
 _backward_number = torch._C._current_graph_task_id
 
 _major, _minor = torch.__version__.split(".")[:2]
@@ -270,8 +271,14 @@ def autocast_enabled(kind: str) -> bool:
 
 def plainly_eager() -> bool:
     """Whether nothing of torch's changes what a call means: no ``torch.autocast`` for any kind of device, no backward
-    pass that this thread runs inside, no forward-mode differentiation, no transform of functions."""
-    return forward_ad._current_level < 0 and _backward_number() == -1 and not _any_autocast() and not _any_transform()
+    pass that this thread runs inside, no forward-mode differentiation, no transform of functions, no dispatch mode."""
+    return (
+        forward_ad._current_level < 0
+        and _backward_number() == -1
+        and not _any_autocast()
+        and not _any_transform()
+        and _dispatch_modes() == 0
+    )
 
 
 def in_backward() -> bool:

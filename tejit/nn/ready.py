@@ -22,6 +22,7 @@ from tejit.kernels import backend
 from tejit.nn import gradients, products, weights
 from tejit.nn.module import Product, QuantizedModule
 from tejit.nn.products import NO_STATE, Plan
+from tejit.nn.workspace import Buffers
 from tejit.recipe import Recipe, current_recipe, in_force
 from tejit.tensor.quantizer import Inner
 
@@ -44,10 +45,13 @@ class Ready:
         x: Tensor,
         bias: Tensor | None,
         first: bool | None,
+        buffers: Buffers | None,
     ) -> None:
         weight: Any = product.weight
         self.recipe, self.context, self.backend = recipe, (recipe, None), backend.current()
-        self.plan, self.forward, self.first = product.plan, forward, first
+        self.forward, self.first = forward, first
+        # What a graph takes with it. It lives as long as an output does, so nothing of this object's tensors is there.
+        self.of_backward = product.plan, weight.shape[1], x.dtype
         self.switches = _switches(module)
         self.weight, self.bias, self.x_shape = weight, bias, x.shape
         self.device, self.dtype = x.device, x.dtype
@@ -57,15 +61,9 @@ class Ready:
         self.bias_learns = bias is not None and bias.requires_grad
         self.with_gradients = self.grad and (self.x_learns or self.weight_learns or self.bias_learns)
         # The buffers that the forward reads, where some came with the weight, and the address of the rowwise bytes.
-        self.given: Any = product.given
-        self.memory: int | None = None
-        self.buffers: tuple[str, str, tuple[str | None, ...]] | None = None
-        if self.given:
-            assert self.given[0] is not None
-            self.memory = self.given[0].data_ptr()
-            if product.plan.weight_source == weights.WORKSPACE:
-                self.buffers = module._workspace_record(product.plan.quantizers, "weight")
-                assert self.buffers is not None  # by the call that read them
+        given: Any = product.given
+        self.given, self.memory = given, given[0].data_ptr() if given else None
+        self.buffers = buffers  # of the workspace
 
     def __call__(self, x: Tensor) -> Tensor:
         """What the module's forward computes, of an input for which this :meth:`holds`."""
@@ -90,6 +88,8 @@ class Ready:
         return (
             asked.recipe is self.recipe
             and asked.group is None
+            # Before any size is compared: those of a dispatch mode may be symbols, which keep what they are asked.
+            and compat.plainly_eager()
             and own.get("weight") is weight
             and (None if module.return_bias else own.get("bias", hiding)) is bias
             and "weight" not in hiding
@@ -110,7 +110,6 @@ class Ready:
             and (bias is None or (bias.dtype is self.dtype and bias.requires_grad is self.bias_learns))
             and (self.memory is None or self._same_buffers(module))
             and backend.current() == self.backend
-            and compat.plainly_eager()
         )
 
     def _same_buffers(self, module: QuantizedModule) -> bool:
@@ -141,24 +140,15 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, ready: Ready) -> Tensor:
         out, kept_x, kept_w = ready.forward(x, weight, bias)
         ctx.save_for_backward(*kept_x, *kept_w)
-        ctx.ready, ctx.of_x = ready, len(kept_x)
+        ctx.of_call, ctx.of_x = ready.of_backward, len(kept_x)
         return out
 
     @staticmethod
     @once_differentiable  # a second derivative would see the quantized operands as constants and be wrong
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        ready, of_x, saved = ctx.ready, ctx.of_x, ctx.saved_tensors
+        (plan, features, dtype), of_x, saved = ctx.of_call, ctx.of_x, ctx.saved_tensors
         dgrad, wgrad = gradients.product_gradients(
-            ready.plan,
-            None,
-            None,
-            NO_STATE,
-            grad_output,
-            saved[:of_x],
-            saved[of_x:],
-            ready.shape[1],
-            ready.dtype,
-            ready.dtype,
+            plan, None, None, NO_STATE, grad_output, saved[:of_x], saved[of_x:], features, dtype, dtype
         )
         return dgrad, wgrad, grad_output.sum(0) if ctx.needs_input_grad[2] else None, None
 
@@ -173,7 +163,8 @@ def of_call(
 
     That is wherever a call has more to do than to compute: fill the workspace, reach ``main_grad``, change dtypes;
     where weight or bias are the module's for this call only (``torch.func.functional_call``), which would keep them
-    and their history alive; and under a dispatch mode (``FakeTensorMode``): its tensors would come out of later calls.
+    and their history alive; and where no answer of an earlier call would hold: tensors of a dispatch mode
+    (``FakeTensorMode``) or of a transform of functions would come out of later calls.
     """
     plan, recipe = product.plan, current_recipe()
     plain = (
@@ -182,15 +173,19 @@ def of_call(
         and product.late is None
         and product.main_grad is None
         and product.weight is module.weight
-        and not compat.in_backward()
-        and not compat.autocast_enabled(x.device.type)
+        and compat.plainly_eager()
     )
     forward = _forward(plan, product.given, x, product.weight, bias) if plain else None
-    if recipe is None or forward is None or torch._C._len_torch_dispatch_stack() > 0:
+    if recipe is None or forward is None:
         return None
     if not all(isinstance(own, nn.Parameter) for own in (product.weight, bias) if own is not None):
         return None
-    return Ready(module, recipe, product, forward, x, bias, first)
+    buffers = None
+    if plan.weight_source == weights.WORKSPACE:
+        buffers = module._workspace_record(plan.quantizers, "weight")
+        if buffers is None:  # another thread has called the module under another recipe in the meantime
+            return None
+    return Ready(module, recipe, product, forward, x, bias, first, buffers)
 
 
 def _forward(plan: Plan, given: Inner, x: Tensor, weight: Tensor, bias: Tensor | None) -> Forward | None:

@@ -21,6 +21,10 @@ Self = TypeVar("Self", bound="KeepsWorkspace")
 #: What the names of a workspace's buffers begin with.
 PREFIX = "_workspace"
 
+#: What eager calls note of a workspace: the attribute that names the form of what is in it, that form, and the names of
+#: the buffers, None for an absent one.
+Buffers = tuple[str, str, tuple[str | None, ...]]
+
 
 class KeepsWorkspace(Keyed, nn.Module):
     """Mixin of modules that quantize their weights once for several microbatches.
@@ -107,11 +111,8 @@ class KeepsWorkspace(Keyed, nn.Module):
             return None
         return tuple([None if name is None else self._buffers[name] for name in record[2]])
 
-    def _workspace_record(
-        self, quantizers: LinearQuantizers, parameter: str
-    ) -> tuple[str, str, tuple[str | None, ...]] | None:
-        """What an eager call of these quantizers noted: the attribute that names the form of what is in the workspace,
-        that form, and the names of the buffers; None where there was none."""
+    def _workspace_record(self, quantizers: LinearQuantizers, parameter: str) -> Buffers | None:
+        """What an eager call of these quantizers noted; None where there was none, or one of others since."""
         known = self._known_workspaces.get(parameter)
         return known[2] if known is not None and known[0] is quantizers else None
 

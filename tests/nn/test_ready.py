@@ -368,3 +368,74 @@ def test_a_functional_call_s_weight_is_not_kept(device) -> None:
     del given
     gc.collect()
     assert there() is None
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["call", "parameter", "workspace"])
+def test_a_graph_keeps_no_more_than_a_first_call_s(kind, device) -> None:
+    """A frozen weight and bias that the module replaces are let go, however long outputs and graphs live."""
+    options = {"is_first_microbatch": False} if kind == "workspace" else {}
+    with tejit.autocast(recipe=CURRENT):
+        for calls in (1, 2):
+            module = layer(device, quantized=kind == "parameter").requires_grad_(False)
+            if options:
+                module(input_of(device).requires_grad_(), is_first_microbatch=True)
+            for _ in range(calls):
+                y = module(input_of(device).requires_grad_(), **options)
+            gone = [weakref.ref(module.weight), weakref.ref(module.bias)]
+            module.weight, module.bias = nn.Parameter(input_of(device, 16, 32)), None
+            gc.collect()
+            assert y.requires_grad
+            assert [there() for there in gone] == [None, None], calls
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_sizes_of_a_trace_stay_symbols(device) -> None:
+    """A ready layer is traced as any other: comparing the trace's sizes with those of a call would fix them."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    module, x = layer(device).requires_grad_(False), input_of(device)
+    with tejit.autocast(recipe=CURRENT):
+        for _ in range(2):
+            graph = make_fx(module, tracing_mode="symbolic", _allow_non_fake_inputs=True)(x)
+            (traced,) = [node for node in graph.graph.nodes if node.op == "placeholder"]
+            assert traced.meta["val"].shape[0].node.maybe_as_int() is None
+            module(x)
+            assert module._ready is not None
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["parameter", "workspace"])
+def test_a_transform_of_functions_leaves_nothing(kind, device) -> None:
+    """What is computed inside one is wrapped, and would come out of later calls."""
+    module, x = layer(device, quantized=kind == "parameter").requires_grad_(False), input_of(device)
+    options = {"is_first_microbatch": False} if kind == "workspace" else {}
+    with tejit.autocast(recipe=CURRENT):
+        if options:
+            module(x, is_first_microbatch=True)
+        want = module(x, **options)
+        torch.func.grad(lambda scale: (module(x, **options) * scale).float().sum())(torch.ones((), device=device))
+        assert module._ready is None
+        assert torch.equal(module(x, **options), want)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_workspace_read_by_two_threads_under_two_recipes(device, monkeypatch) -> None:
+    """The other thread reads between what this one does: here from inside of its call."""
+    module, x, alike = layer(device), input_of(device), Float8CurrentScaling(amax_epsilon=0.0)
+    original, inside = ready.of_call, []
+
+    def interrupted(*arguments):
+        if not inside:
+            inside.append(1)
+            with tejit.autocast(recipe=alike):
+                module(x, is_first_microbatch=False)
+        return original(*arguments)
+
+    with tejit.autocast(recipe=CURRENT):
+        module(x, is_first_microbatch=True)
+        want = copy.deepcopy(module)(x, is_first_microbatch=False)
+        monkeypatch.setattr(ready, "of_call", interrupted)
+        for _ in range(3):
+            assert torch.equal(module(x, is_first_microbatch=False), want)
+    assert inside
