@@ -174,6 +174,7 @@ def of_call(
         and product.main_grad is None
         and product.weight is module.weight
         and compat.plainly_eager()
+        and all(type(size) is int for size in x.shape)  # and no symbol of a fake tensor's, which keeps what it is asked
     )
     forward = _forward(plan, product.given, x, product.weight, bias) if plain else None
     if recipe is None or forward is None:

@@ -405,6 +405,24 @@ def test_sizes_of_a_trace_stay_symbols(device) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_sizes_of_fake_tensors_stay_symbols(device) -> None:
+    """Outside of their mode too; nobody says that the two inputs have equally many rows."""
+    from torch._dynamo.source import ConstantSource
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+    sizes = ShapeEnv()
+    with FakeTensorMode(shape_env=sizes) as mode:
+        module = layer(device).requires_grad_(False)
+    with tejit.autocast(recipe=CURRENT):
+        for name in ("one", "other"):
+            free = StatelessSymbolicContext([DimDynamic.DYNAMIC, DimDynamic.STATIC])
+            x = mode.from_tensor(input_of(device), symbolic_context=free, source=ConstantSource(name))
+            module(x)
+    assert [str(guard.expr) for guard in sizes.guards] == []
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", ["parameter", "workspace"])
 def test_a_transform_of_functions_leaves_nothing(kind, device) -> None:
     """What is computed inside one is wrapped, and would come out of later calls."""
