@@ -106,16 +106,17 @@ class Linear(QuantizedModule, nn.Linear):
             self.__dict__["_forward_context"] = known.context
             out = known(x)
             return (out, returned(self.bias)) if self.return_bias else out
-        bias = None if self.return_bias else self.bias
+        weight, own_bias = self.weight, self.bias  # read once: a parametrization computes them, at random perhaps
+        bias = None if self.return_bias else own_bias
         quantizers = self._quantizers()
         if quantizers is None:
-            self._calibrate(x, self.weight)
-            out = F.linear(x, self._plain(self.weight, is_first_microbatch), bias)
+            self._calibrate(x, weight)
+            out = F.linear(x, self._plain(weight, is_first_microbatch), bias)
         else:
-            self._make_room(is_first_microbatch, {"weight": (quantizers, self.weight)})
-            x, weight, bias = self._operands(x, self.weight, bias)
+            self._make_room(is_first_microbatch, {"weight": (quantizers, weight)})
+            x, weight, bias = self._operands(x, weight, bias)
             product = self._product(quantizers, weight, x.requires_grad, is_first_microbatch)
             if not compiling:
                 self.__dict__["_ready"] = ready.of_call(self, product, x, bias, is_first_microbatch)
             out = quantized_linear(x, product, bias)
-        return (out, returned(self.bias)) if self.return_bias else out
+        return (out, returned(own_bias)) if self.return_bias else out

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tejit.nn import init
 from tejit.nn.module import checked_dtype, returned
-from tejit.nn.norm_linear_function import norm_linear
+from tejit.nn.norm_linear_function import any_needs_grad, norm_linear
 from tejit.nn.normed_module import Init, NormedModule, reset_linear
 from tejit.recipe import LinearQuantizers
 
@@ -103,23 +103,27 @@ class LayerNormLinear(NormedModule):
         ``is_first_microbatch`` is as in ``Linear.forward``.
         """
         quantizers = self._quantizers()
-        bias = None if self.return_bias else self.bias
+        weight, own_bias = self.weight, self.bias
+        bias = None if self.return_bias else own_bias
         if quantizers is None:
             y = self._plain_norm(x)
-            self._calibrate(y, self.weight)
-            out = F.linear(y, self._plain(self.weight, is_first_microbatch), bias)
+            self._calibrate(y, weight)
+            out = F.linear(y, self._plain(weight, is_first_microbatch), bias)
         else:
-            out, y = self._quantized(x, bias, quantizers, is_first_microbatch)
-        more = ((returned(self.bias),) if self.return_bias else ()) + ((y,) if self.return_layernorm_output else ())
+            out, y = self._quantized(x, weight, bias, quantizers, is_first_microbatch)
+        more = ((returned(own_bias),) if self.return_bias else ()) + ((y,) if self.return_layernorm_output else ())
         return (out, *more) if more else out
 
-    def _quantized(self, x: Tensor, bias: Tensor | None, quantizers: LinearQuantizers, is_first: bool | None) -> Any:
-        self._make_room(is_first, {"weight": (quantizers, self.weight)})
-        low, weight, bias = self._operands(x, self.weight, bias)
-        product = self._product(quantizers, weight, self._norm_needs_grad(x), is_first)
+    def _quantized(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, quantizers: LinearQuantizers, is_first: bool | None
+    ) -> Any:
+        self._make_room(is_first, {"weight": (quantizers, weight)})
+        gamma, beta = self._norm_parameters()
+        low, weight, bias = self._operands(x, weight, bias)
+        product = self._product(quantizers, weight, any_needs_grad(x, gamma, beta), is_first)
         flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
         norm = self._norm_plan(low.dtype)
-        out, y = norm_linear(flat, self.layer_norm_weight, self.layer_norm_bias, norm, product, bias)
+        out, y = norm_linear(flat, gamma, beta, norm, product, bias)
         if x.dim() == 2:
             return out, y
         return out.reshape(*x.shape[:-1], self.out_features), None if y is None else y.reshape(x.shape)

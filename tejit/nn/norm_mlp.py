@@ -145,29 +145,30 @@ class LayerNormMLP(NormedModule):
             one, two = recipe.for_linear(self.name, "fc1"), recipe.for_linear(self.name, "fc2")
             if one is not None or two is not None:
                 return self._quantized(x, one, two, is_first)
-        y = self._plain_norm(x)
-        weight1 = self._plain(self.fc1_weight, is_first, "fc1_weight")
-        h = _plain_activation(F.linear(y, weight1, self.fc1_bias), self.activation)
-        self._calibrate(y, self.fc1_weight, h, self.fc2_weight, products=("fc1", "fc2"))
-        weight2 = self._plain(self.fc2_weight, is_first, "fc2_weight")
+        y, fc1, fc2 = self._plain_norm(x), self.fc1_weight, self.fc2_weight
+        h = _plain_activation(F.linear(y, self._plain(fc1, is_first, "fc1_weight"), self.fc1_bias), self.activation)
+        self._calibrate(y, fc1, h, fc2, products=("fc1", "fc2"))
+        weight2 = self._plain(fc2, is_first, "fc2_weight")
         out = F.linear(h, weight2, None if self.return_bias else self.fc2_bias)
         return out, y if self.return_layernorm_output else None
 
     def _quantized(
         self, x: Tensor, one: LinearQuantizers | None, two: LinearQuantizers | None, is_first: bool | None
     ) -> tuple[Tensor, Tensor | None]:
-        self._make_room(is_first, {"fc1_weight": (one, self.fc1_weight), "fc2_weight": (two, self.fc2_weight)})
-        low, weight1, bias1 = self._operands(x, self.fc1_weight, self.fc1_bias, "hidden_size")
-        weight2, bias2 = self._behind(low, self.fc2_weight, None if self.return_bias else self.fc2_bias)
-        product1 = self._maybe_quantized(one, weight1, self._norm_needs_grad(x), is_first, "fc1_weight", 0)
+        fc1, fc2 = self.fc1_weight, self.fc2_weight
+        self._make_room(is_first, {"fc1_weight": (one, fc1), "fc2_weight": (two, fc2)})
+        gamma, beta = self._norm_parameters()
+        low, weight1, bias1 = self._operands(x, fc1, self.fc1_bias, "hidden_size")
+        weight2, bias2 = self._behind(low, fc2, None if self.return_bias else self.fc2_bias)
+        product1 = self._maybe_quantized(one, weight1, any_needs_grad(x, gamma, beta), is_first, "fc1_weight", 0)
         needs_dgrad = product1.plan.needs_dgrad or any_needs_grad(weight1, bias1)
         product2 = self._maybe_quantized(two, weight2, needs_dgrad, is_first, "fc2_weight", 1)
         flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
         norm = self._norm_plan(low.dtype)
         out, y = norm_mlp(
             flat,
-            self.layer_norm_weight,
-            self.layer_norm_bias,
+            gamma,
+            beta,
             norm,
             product1,
             bias1,

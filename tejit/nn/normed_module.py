@@ -12,7 +12,7 @@ from tejit import compat
 from tejit.nn.arguments import checked_eps, one_of
 from tejit.nn.fused import NORMS
 from tejit.nn.module import QuantizedModule
-from tejit.nn.norm_linear_function import NormPlan, any_needs_grad
+from tejit.nn.norm_linear_function import NormPlan
 from tejit.nn.norms import layer_norm, rms_norm
 
 Init = Callable[[Tensor], object]
@@ -65,11 +65,11 @@ class NormedModule(QuantizedModule):
         if self.layer_norm_bias is not None:
             nn.init.zeros_(self.layer_norm_bias)
 
-    def _operands(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, features: str = "in_features"
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        compat.refuse_tangents(self.layer_norm_weight, self.layer_norm_bias)
-        return super()._operands(x, weight, bias, features)
+    def _norm_parameters(self) -> tuple[Tensor, Tensor | None]:
+        """Gamma and beta, for an autograd function."""
+        gamma, beta = self.layer_norm_weight, self.layer_norm_bias
+        compat.refuse_tangents(gamma, beta)
+        return gamma, beta
 
     def _plain_norm(self, x: Tensor) -> Tensor:
         weight, bias = self.layer_norm_weight, self.layer_norm_bias
@@ -79,10 +79,6 @@ class NormedModule(QuantizedModule):
 
     def _norm_plan(self, dtype: torch.dtype) -> NormPlan:
         return NormPlan(self.normalization, self.eps, self.zero_centered_gamma, dtype, self.return_layernorm_output)
-
-    def _norm_needs_grad(self, x: Tensor) -> bool:
-        """Whether the gradient of the norm's output is needed, for the input or the norm's parameters."""
-        return any_needs_grad(x, self.layer_norm_weight, self.layer_norm_bias)
 
 
 def reset_linear(weight: Tensor, bias: Tensor | None, init_method: Init | None) -> None:

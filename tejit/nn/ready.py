@@ -169,10 +169,10 @@ def of_call(
     plan, recipe = product.plan, current_recipe()
     plain = (
         recipe is not None
-        and first is not True
+        and not first
         and product.late is None
         and product.main_grad is None
-        and product.weight is module.weight
+        and product.weight is module._parameters.get("weight")
         and compat.plainly_eager()
         and all(type(size) is int for size in x.shape)  # and no symbol of a fake tensor's, which keeps what it is asked
     )

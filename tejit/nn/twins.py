@@ -32,14 +32,15 @@ class TransposedLinear(Linear):
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         """``(..., in_features)`` to ``(..., out_features)``; ``is_first_microbatch`` as in ``Linear.forward``."""
-        quantizers = self._quantizers()
+        weight, quantizers = self.weight, self._quantizers()
         if quantizers is None:
-            self._calibrate(x, self.weight.t())
+            self._calibrate(x, weight.t())
             # The operation of Conv1D, so that the bits are its bits.
-            flat = torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), self._plain(self.weight, is_first_microbatch))
+            flat = torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), self._plain(weight, is_first_microbatch))
             return flat.reshape(*x.shape[:-1], self.out_features)
-        self._make_room(is_first_microbatch, {"weight": (quantizers, self.weight.t())})
-        x, weight, bias = self._operands(x, self.weight.t(), self.bias)
+        weight = weight.t()
+        self._make_room(is_first_microbatch, {"weight": (quantizers, weight)})
+        x, weight, bias = self._operands(x, weight, self.bias)
         return quantized_linear(x, self._product(quantizers, weight, x.requires_grad, is_first_microbatch), bias)
 
     def reset_parameters(self) -> None:

@@ -47,7 +47,7 @@ class KeepsWorkspace(Keyed, nn.Module):
         for parameter, (quantizers, weight) in products.items():
             if quantizers is not None and not weights.is_quantized(weight):
                 both = torch.is_grad_enabled() and quantizers.backward_override is None
-                _allocate(self._key, parameter, _specs(quantizers, weight, both))
+                _allocate(self._key, parameter, weight.device, _specs(quantizers, weight, both))
 
     def _cached(
         self, plan: Plan, state: State, weight: Tensor, needs_dgrad: bool, is_first: bool, parameter: str
@@ -77,7 +77,7 @@ class KeepsWorkspace(Keyed, nn.Module):
         multiple = quantizers.alignment
         specs = _specs(quantizers, weight, both)
         if is_first:
-            _allocate(self._key, parameter, specs)
+            _allocate(self._key, parameter, weight.device, specs)
         metadata = quantizer.storage_metadata(weight.dtype)
         names = metadata["cls"]._keywords_of(metadata["nontensor_kwargs"])
         made_of = [spec[0] for spec in specs]
@@ -134,9 +134,11 @@ class KeepsWorkspace(Keyed, nn.Module):
 
 
 def _is_of_another_world(buffers: Iterable[Tensor | None]) -> bool:
-    """Whether a call inside of ``FakeTensorMode`` left them, and this one is outside of it."""
-    left = any(isinstance(buffer, FakeTensor) for buffer in buffers)
-    return left and torch._C._len_torch_dispatch_stack() == 0
+    """Whether a call inside of ``FakeTensorMode`` or a transform of functions left them, and this one is outside."""
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    left = any(buffer is not None and (isinstance(buffer, FakeTensor) or wrapped(buffer)) for buffer in buffers)
+    inside = torch._C._len_torch_dispatch_stack() > 0 or torch._C._are_functorch_transforms_active()
+    return left and not inside
 
 
 def _specs(quantizers: LinearQuantizers, weight: Tensor, both: bool) -> Any:
@@ -147,13 +149,14 @@ def _specs(quantizers: LinearQuantizers, weight: Tensor, both: bool) -> Any:
 
 
 @compat.constant_result
-def _allocate(key: str, parameter: str, specs: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]) -> None:
+def _allocate(
+    key: str, parameter: str, device: torch.device, specs: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+) -> None:
     """Give a module the workspace's buffers of a parameter, ``(attribute, shape, dtype)`` each, where it lacks them.
 
     A graph finds them there: it is called while tracing.
     """
     module = module_of(key)
-    device = getattr(module, parameter).device
     for attribute, shape, dtype in specs:
         name = f"{PREFIX}_{parameter}{attribute}"
         buffer = getattr(module, name, None)

@@ -92,6 +92,18 @@ def test_false_after_a_true_of_fake_tensors_is_an_error(recipe) -> None:
         assert torch.equal(module(x, is_first_microbatch=False), want)
 
 
+def test_a_true_in_a_transform_of_functions_fills_nothing_for_calls_outside() -> None:
+    module, x = layer().requires_grad_(False), torch.randn(4, 61)
+    with tejit.autocast(recipe=Float8CurrentScaling()):
+        slope = torch.func.grad(lambda scale: (module(x, is_first_microbatch=True) * scale).sum())(torch.ones(()))
+        want = module(x)
+        assert torch.allclose(slope, want.sum(), rtol=1e-4)
+        with pytest.raises(RuntimeError, match="is_first_microbatch=True"):
+            module(x, is_first_microbatch=False)
+        assert torch.equal(module(x, is_first_microbatch=True), want)
+        assert torch.equal(module(x, is_first_microbatch=False), want)
+
+
 def test_false_without_true_is_an_error() -> None:
     module, x = layer(), torch.randn(4, 61)
     with tejit.autocast():
