@@ -48,6 +48,7 @@ TORCH_VERSION = (int(_major), int(_minor))
 OUTER_STRIDES_ARE_RIGHT = TORCH_VERSION >= (2, 13)
 
 F = TypeVar("F", bound=Callable[..., Any])
+NamedTupleT = TypeVar("NamedTupleT", bound=tuple[Any, ...])
 
 
 class ValueMeta(_OpaqueMeta, abc.ABCMeta):
@@ -151,6 +152,16 @@ def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """``function.apply`` for eager code outside of transforms of functions."""
     apply: Callable[..., Any] = super(torch.autograd.Function, function).apply
     return apply
+
+
+def replaced(value: NamedTupleT, **changes: Any) -> NamedTupleT:
+    """A named tuple with other values in some fields: ``value._replace(**changes)``.
+
+    Where a graph broke, TorchDynamo of torch 2.11 traces a part of that by itself, uses up the iterator which it was
+    called with, and an empty tuple comes out.
+    """
+    fields: Any = value
+    return type(value)(**{name: changes.get(name, old) for name, old in zip(fields._fields, fields, strict=True)})
 
 
 def bound(op: Any) -> Callable[..., Any]:

@@ -132,7 +132,7 @@ class _GroupedLinear(torch.autograd.Function):
             inner: Inner = ()
             x_inner: Inner = ()
             if groups.empty[i]:
-                plan = plan._replace(quantizers=_NO_ROWS, needs_dgrad=False)
+                plan = compat.replaced(plan, quantizers=_NO_ROWS, needs_dgrad=False)
                 inner, x_inner = (rows,), (rows.new_empty((0, columns)),)
             elif plan.needs_dgrad or plan.needs_wgrad:
                 inner = products.grad_inner(plan, rows, ctx.state)

@@ -204,7 +204,7 @@ class QuantizedModule(KeepsWorkspace, Delayed, KeepsAttached, Named, nn.Module):
             )
         state, delayed = self._delayed_state(quantizers.delayed, weight.device)
         if not (needs_dgrad or needs_wgrad):
-            state = state._replace(anchor=None)  # it would make the output require a gradient
+            state = compat.replaced(state, anchor=None)  # it would make the output require a gradient
         group = self._group()
         source, usages = weights.CALL, (True, True)
         given: Inner = ()

@@ -202,7 +202,8 @@ class LayerNormMLP(NormedModule):
         if quantizers is not None:
             return self._product(quantizers, weight, needs_dgrad, is_first, parameter=parameter, index=index)
         product = self._product(_HIGH_PRECISION, weights.values(weight), needs_dgrad, parameter=parameter, index=index)
-        return product._replace(plan=product.plan._replace(accumulate=product.plan.accumulate and not is_first))
+        plan = compat.replaced(product.plan, accumulate=product.plan.accumulate and not is_first)
+        return compat.replaced(product, plan=plan)
 
     def extra_repr(self) -> str:
         return (

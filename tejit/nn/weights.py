@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tejit import compat
 from tejit.formats.float8 import Float8TensorStorage
 from tejit.nn import products
 from tejit.nn.products import Plan, State
@@ -55,7 +56,7 @@ def reading(quantizers: LinearQuantizers, weight: Any, name: str) -> tuple[Linea
     metadata = reader.storage_metadata(weight.dtype)
     names = metadata["cls"]._keywords_of(metadata["nontensor_kwargs"])
     inner = tuple([getattr(weight, attribute) for attribute in names])
-    return quantizers._replace(weight=weight_variants), (rowwise, columnwise), inner
+    return compat.replaced(quantizers, weight=weight_variants), (rowwise, columnwise), inner
 
 
 def _check_fit(quantizer: Quantizer, weight: Any, name: str, multiple: int) -> None:
