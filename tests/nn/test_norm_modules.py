@@ -283,7 +283,7 @@ def test_mlp_that_checkpoints_itself_is_bit_equal_and_saves_its_input_alone(chos
         assert torch.equal(got[name], value), name
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(tuple(t.shape)) or t, lambda t: t):
         run(x.requires_grad_())
-    assert all(shape == (8, 16) for shape in saved)
+    assert {shape for shape in saved if 0 not in shape} == {(8, 16)}  # torch 2.11 saves an empty tensor besides
 
 
 def test_products_of_the_mlp_have_names() -> None:
