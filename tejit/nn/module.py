@@ -203,7 +203,7 @@ class QuantizedModule(KeepsWorkspace, Delayed, KeepsAttached, Named, nn.Module):
                 " be another one"
             )
         state, delayed = self._delayed_state(quantizers.delayed, weight.device)
-        if not (needs_dgrad or needs_wgrad):
+        if state.anchor is not None and not (needs_dgrad or needs_wgrad):
             state = compat.replaced(state, anchor=None)  # it would make the output require a gradient
         group = self._group()
         source, usages = weights.CALL, (True, True)
