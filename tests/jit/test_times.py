@@ -39,7 +39,9 @@ def test_a_cold_build(
         monkeypatch.setattr(build, "find_nvcc", lambda settings: None)
     else:
         parts.append(host_part(str(SOURCES)))
-    for attempt in range(5):  # one round in a few is disturbed
+    # nvcc's build is bound by the processors as NVRTC's is, and NVRTC is there with every CUDA build of torch.
+    before = pace.of_nvrtc()
+    for attempt in range(8):  # one round in a few is disturbed, and in some hours most are
         cache = cache_dir / str(attempt)
         cache.mkdir(parents=True, mode=0o700)
         begin = time.perf_counter()
@@ -47,10 +49,11 @@ def test_a_cold_build(
         taken = time.perf_counter() - begin
         assert all(isinstance(entry, build.Entry) for entry in built.values()), built
         assert {entry.manifest["builder"] for entry in built.values()} <= {builder, "c++"}
-        # nvcc's build is bound by the processors as NVRTC's is, and NVRTC is there with every CUDA build of torch.
-        paced = bar * pace.of_nvrtc()
+        after = pace.of_nvrtc()
+        paced = bar * max(before, after)  # the pace may change while the build runs
         if taken < paced:
             break
+        before = after
     with capsys.disabled():
         print(f"\n{', '.join(built)} with {builder}: {taken:.1f} s; the bar of {bar:g} s is {paced:.1f} at this pace")
     assert taken < paced
