@@ -140,7 +140,7 @@ def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     """
     if torch.compiler.is_compiling():
         return function.apply(*arguments)
-    if torch._C._are_functorch_transforms_active():
+    if _any_transform():
         raise NotImplementedError(
             "gradients of a module that quantizes cannot be taken inside torch.func (grad, vmap, jvp, ...): call"
             " backward(), or leave this call out of tejit.autocast"

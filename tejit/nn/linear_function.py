@@ -1,4 +1,4 @@
-"""The autograd function of a quantized linear layer: eager and compiled code take this one path."""
+"""The autograd function of a quantized linear layer: of compiled code, and of eager calls that are not ``ready``."""
 
 from __future__ import annotations
 
