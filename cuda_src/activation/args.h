@@ -8,8 +8,8 @@ namespace activation {
 
 // The numbers are those of KINDS in Python; a gated one multiplies f(first half of the columns) by the
 // second.
-enum Kind { kGelu = 0, kRelu = 1, kSilu = 2, kSquaredRelu = 3 };
-constexpr int kKinds = 4;
+enum Kind { kGelu = 0, kRelu = 1, kSilu = 2, kSquaredRelu = 3, kQuickGelu = 4, kSigmoid = 5 };
+constexpr int kKinds = 6;
 
 // x is rows * pitch, contiguous; what comes out is out_rows * cols, the rows behind x's are 0.
 struct RowsArgs {
@@ -24,9 +24,10 @@ struct RowsArgs {
   int gated;
   int dtype;  // 0 float32, 1 float16, 2 bfloat16
   int unused;
+  fused::Curve curve;
 };
 
-static_assert(sizeof(RowsArgs) == 72 && sizeof(fused::CastRows<RowsArgs>) == 176,
+static_assert(sizeof(RowsArgs) == 88 && sizeof(fused::CastRows<RowsArgs>) == 192,
               "host and device compilers must lay these out alike");
 
 // A block of threads takes a row at once, kVectors vectors a thread before the first is used.

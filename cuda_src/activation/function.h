@@ -1,7 +1,8 @@
 // The functions of activations in float32, for host and device alike: sums, products and reciprocals that
 // round once each, so that all find the same bits. No libm: exp is a polynomial.
 //
-// GELU by tanh is x * sigmoid(2 u), u = sqrt(2 / pi) * (x + 0.044715 x^3); SiLU is x * sigmoid(x).
+// GELU by tanh is x * sigmoid(2 u), u = sqrt(2 / pi) * (x + 0.044715 x^3); SiLU is x * sigmoid(x), and the
+// quick GELU x * sigmoid(1.702 x).
 #pragma once
 
 #include "activation/args.h"
@@ -17,18 +18,30 @@ namespace activation {
 
 constexpr float kTwoRoot = 1.5957691216057308f;  // 2 * sqrt(2 / pi)
 constexpr float kCubic = 0.07135481282553376f;   // that times 0.044715
+constexpr float kQuick = 1.702f;
 constexpr float kLargest = 3.402823466e+38f;
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2High = 0.693359375f;  // few bits: exact times every exponent
 constexpr float kLn2Low = -0.00021219444005469057f;
 constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: a sum's last place is 1
-constexpr float kLowest = -80.0f;        // 1 + exp of it is 1
+constexpr float kNearOne = 80.0f;        // 1 + exp of its negative is 1
 constexpr float kHighest = 87.0f;        // exp of it has a reciprocal that is a normal number
 
-// Arithmetic is that of the type Ops: add, mul, bits, of_bits, and reciprocal, of numbers from 1 to 2^126.
+// What the text of the smooth ones does for a kind: sigmoid is 1 * sigmoid(x).
+inline fused::Curve curve_of(int kind) {
+  constexpr float kInfinity = __builtin_huge_valf();
+  fused::Curve curve = {0.0f, 1.0f, -kInfinity, kInfinity};
+  if (kind == kGelu) curve.cubic = kCubic, curve.linear = kTwoRoot;
+  if (kind == kQuickGelu) curve.linear = kQuick;
+  if (kind == kSigmoid) curve.floor = curve.ceiling = 1.0f;
+  return curve;
+}
+
+// Arithmetic is that of the type Ops: add, mul, bits, of_bits; within, a number or the bound that it is
+// beyond, where a NaN stays one; and reciprocal, of numbers from 1 to 2^126.
 template <typename Ops>
 struct Functions {
-  // exp(t) for t from kLowest to kHighest, within 2 units in the last place.
+  // exp(t) for t from -kNearOne to kHighest, within 2 units in the last place.
   TEJIT_FUNCTION static float exp(float t) {
     const float shifted = Ops::add(Ops::mul(t, kLog2E), kRounder);
     const float n = Ops::add(shifted, -kRounder);
@@ -44,9 +57,9 @@ struct Functions {
     return Ops::of_bits(Ops::bits(p) + (Ops::bits(shifted) << 23));
   }
 
-  // x * sigmoid(z); below -kHighest that is x * 0.
+  // x * sigmoid(z); where z is below -kHighest, x * 0.
   TEJIT_FUNCTION static float gated(float x, float z) {
-    const float t = -z > kLowest ? -z : kLowest;  // a NaN comes back with x
+    const float t = -(z < kNearOne ? z : kNearOne);  // a NaN comes back with x
     const float sigmoid = Ops::reciprocal(Ops::add(1.0f, exp(t < kHighest ? t : kHighest)));
     return Ops::mul(x, t < kHighest ? sigmoid : 0.0f);
   }
@@ -58,17 +71,16 @@ struct Functions {
     return Ops::mul(positive, positive);
   }
 
-  // f[0..count) in place; the kind is the same for a whole grid.
+  // f[0..count) in place; kind and curve are the same for a whole grid.
   template <int kCount>
-  TEJIT_FUNCTION static void apply(int kind, float (&f)[kCount]) {
-    if (kind == kGelu || kind == kSilu) {
-      // One text for both: the square's factor is 0 for SiLU, and its other term 1.
-      const float cubic = kind == kGelu ? kCubic : 0.0f, linear = kind == kGelu ? kTwoRoot : 1.0f;
+  TEJIT_FUNCTION static void apply(int kind, const fused::Curve& curve, float (&f)[kCount]) {
+    if (kind != kRelu && kind != kSquaredRelu) {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
         float square = Ops::mul(f[i], f[i]);
         square = square < kLargest ? square : kLargest;
-        f[i] = gated(f[i], Ops::mul(f[i], Ops::add(Ops::mul(square, cubic), linear)));
+        const float z = Ops::mul(f[i], Ops::add(Ops::mul(square, curve.cubic), curve.linear));
+        f[i] = gated(Ops::within(f[i], curve.floor, curve.ceiling), z);
       }
     } else {
 #pragma unroll

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "activation/args.h"
+#include "activation/function.h"
 #include "common/launch.h"
 #include "fused/launch.h"
 
@@ -12,7 +12,7 @@ namespace activation {
 
 inline fused::Source source_of(const RowsArgs& rows) {
   const void* gate = rows.gated ? static_cast<const char*>(rows.x) + rows.cols * 2 : nullptr;
-  return {{}, nullptr, nullptr, gate, rows.rows, rows.pitch, rows.kind, 0};
+  return {{}, nullptr, nullptr, gate, rows.rows, rows.pitch, rows.kind, 0, rows.curve};
 }
 
 // Nothing of a row is needed to compute its elements.

@@ -28,7 +28,8 @@ struct Input {
 inline Input input_of(const char* op, const Tensor& x, std::int64_t kind, bool gated) {
   const Matrix m = fused::checked_matrix(op, x);
   if (kind < 0 || kind >= kKinds)
-    fail(op, ": kind is ", kind, ", but 0 (GELU), 1 (ReLU), 2 (SiLU) or 3 (squared ReLU) is needed");
+    fail(op, ": kind is ", kind,
+         ", but 0 (GELU), 1 (ReLU), 2 (SiLU), 3 (squared ReLU), 4 (quick GELU) or 5 (sigmoid) is needed");
   if (gated && m.cols % 2 != 0)
     fail(op, ": x has ", m.cols, " columns, but a gated activation needs two halves; pass an even number");
   return {as_contiguous(x),       m.rows, gated ? m.cols / 2 : m.cols, input_dtype(op, x),
@@ -60,6 +61,7 @@ inline RowsArgs rows_args(const Input& in, std::int64_t out_rows) {
   args.kind = in.kind;
   args.gated = in.gated;
   args.dtype = in.dtype;
+  args.curve = curve_of(in.kind);
   return args;
 }
 

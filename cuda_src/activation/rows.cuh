@@ -14,6 +14,12 @@ struct DeviceOps {
   TEJIT_DEVICE static float add(float a, float b) { return __fadd_rn(a, b); }
   TEJIT_DEVICE static float mul(float a, float b) { return __fmul_rn(a, b); }
   TEJIT_DEVICE static float reciprocal(float d) { return reciprocal_from_1(d); }
+  TEJIT_DEVICE static float within(float x, float floor, float ceiling) {
+    float m;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(m) : "f"(x), "f"(ceiling));
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(m) : "f"(m), "f"(floor));
+    return m;
+  }
   TEJIT_DEVICE static u32 bits(float f) { return __float_as_uint(f); }
   TEJIT_DEVICE static float of_bits(u32 bits) { return __uint_as_float(bits); }
 };
@@ -22,11 +28,11 @@ using Device = Functions<DeviceOps>;
 
 // Vector v of x, and of its gate, as a vector of bfloat16. Two elements a turn: unrolled, the compiler would
 // take seconds over the kernels that hold many vectors, and other warps fill the time as well.
-TEJIT_DEVICE uint4 activated(int kind, bool gated, uint4 v, uint4 gate) {
+TEJIT_DEVICE uint4 activated(int kind, const fused::Curve& curve, bool gated, uint4 v, uint4 gate) {
 #pragma unroll 1
   for (int i = 0; i < 4; ++i) {
     float f[2] = {BF16::element(v.x, 0), BF16::element(v.x, 1)};
-    Device::apply(kind, f);
+    Device::apply(kind, curve, f);
     if (gated) {
       f[0] = __fmul_rn(f[0], BF16::element(gate.x, 0));
       f[1] = __fmul_rn(f[1], BF16::element(gate.x, 1));
@@ -75,7 +81,7 @@ TEJIT_DEVICE void activate_rows(const RowsArgs& args, const fp8::CastArgs* cast)
         const int at = start + k * kThreads;
         if (at >= vectors) break;
         uint4 y = make_uint4(0, 0, 0, 0);
-        if (there) y = activated(args.kind, gated, v[k], gate[k]);
+        if (there) y = activated(args.kind, args.curve, gated, v[k], gate[k]);
         m = BF16::amax_step(m, y);
         if constexpr (kCast) {
           u32 word[2];
@@ -111,7 +117,7 @@ TEJIT_DEVICE void rows_any(const RowsArgs& args) {
       float f[1] = {0.0f};
       if (row < args.rows) {
         f[0] = load_any(args.x, args.dtype, row * args.pitch + at);
-        Device::apply(args.kind, f);
+        Device::apply(args.kind, args.curve, f);
         if (args.gated)
           f[0] = __fmul_rn(f[0], load_any(args.x, args.dtype, row * args.pitch + args.cols + at));
       }

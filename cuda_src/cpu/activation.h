@@ -15,6 +15,10 @@ struct HostOps {
   static float add(float a, float b) { return a + b; }
   static float mul(float a, float b) { return a * b; }
   static float reciprocal(float d) { return 1.0f / d; }
+  static float within(float x, float floor, float ceiling) {
+    const float m = x > ceiling ? ceiling : x;
+    return m < floor ? floor : m;
+  }
   static uint32_t bits(float f) { return bits_of(f); }
   static float of_bits(uint32_t bits) { return float_of(bits); }
 };
@@ -33,12 +37,13 @@ namespace detail {
 TEJIT_NOINLINE inline void activate_row(const Activation& job, int64_t row) {
   constexpr int kPiece = 256;
   float f[kPiece], gate[kPiece];
+  const fused::Curve curve = activation::curve_of(job.kind);
   const int64_t first = row * job.cols * (job.gated ? 2 : 1);
   for (int64_t at = 0; at < job.cols; at += kPiece) {
     const int64_t n = job.cols - at < kPiece ? job.cols - at : kPiece;
     for (int64_t i = n; i < kPiece; ++i) f[i] = 0.0f;
     widen(job.x, job.in, first + at, n, f);
-    activation::Functions<HostOps>::apply(job.kind, f);
+    activation::Functions<HostOps>::apply(job.kind, curve, f);
     if (job.gated) {
       widen(job.x, job.in, first + job.cols + at, n, gate);
       for (int64_t i = 0; i < n; ++i) f[i] *= gate[i];

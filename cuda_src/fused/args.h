@@ -19,6 +19,13 @@ struct Parameters {
   int unused;
 };
 
+// A smooth activation in numbers: m * sigmoid(x * (cubic * x^2 + linear)), m being x, no less than `floor`
+// and no more than `ceiling`. The host chooses them, so the device need not choose for each element.
+struct Curve {
+  float cubic, linear;
+  float floor, ceiling;
+};
+
 // What a cast reads of x: the norm of its rows, or an activation. One set of kernels serves both, which the
 // compiler has to go over once.
 struct Source {
@@ -30,6 +37,7 @@ struct Source {
   long long pitch;   // elements from row to row of x
   int activation;    // its kind, or kNorm
   int unused;
+  Curve curve;  // of an activation
 };
 
 constexpr int kNorm = -1;
@@ -46,8 +54,8 @@ struct CastRows {
   fp8::CastArgs cast;
 };
 
-static_assert(sizeof(Parameters) == 32 && sizeof(Source) == 80 && sizeof(With<fp8::CastArgs>) == 184 &&
-                  sizeof(With<fp8_block::BlockArgs>) == 184 && sizeof(With<mxfp8::Args>) == 168,
+static_assert(sizeof(Parameters) == 32 && sizeof(Source) == 96 && sizeof(With<fp8::CastArgs>) == 200 &&
+                  sizeof(With<fp8_block::BlockArgs>) == 200 && sizeof(With<mxfp8::Args>) == 184,
               "host and device compilers must lay these out alike");
 
 // Gamma and beta, or what an activation needs, take a thread registers that plain kernels do not need.

@@ -82,7 +82,7 @@ struct Loaded : BF16 {
     const u16* gate = static_cast<const u16*>(source.gate);
     uint4 g = make_uint4(0, 0, 0, 0);
     if (gate != nullptr) g = load16<Load::kCached>(gate + row * source.pitch + column);
-    return activation::activated(source.activation, gate != nullptr, v, g);
+    return activation::activated(source.activation, source.curve, gate != nullptr, v, g);
   }
 };
 

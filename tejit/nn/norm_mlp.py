@@ -14,7 +14,7 @@ from tejit import compat
 from tejit.formats import IdentityQuantizer
 from tejit.nn import init, weights
 from tejit.nn.arguments import one_of
-from tejit.nn.fused import ACTIVATIONS, GATED
+from tejit.nn.fused import ACTIVATIONS, GATED, QUICK
 from tejit.nn.module import Product, checked_dtype, eligible, returned
 from tejit.nn.norm_linear_function import any_needs_grad
 from tejit.nn.norm_mlp_function import norm_mlp
@@ -42,8 +42,9 @@ class LayerNormMLP(NormedModule):
         device, dtype: of the parameters; None is torch's default.
         params_dtype: another name of ``dtype``.
         normalization: ``LayerNorm`` or ``RMSNorm`` (no ``layer_norm_bias``).
-        activation: ``gelu`` (the approximation by tanh, as in Transformer Engine), ``relu``, ``silu``, ``srelu``
-            (squared ReLU), or with a gate ``geglu`` (the same approximation), ``reglu``, ``swiglu``.
+        activation: ``gelu`` (the approximation by tanh, as in Transformer Engine), ``qgelu`` (the one by sigmoid,
+            ``x * sigmoid(1.702 x)``), ``relu``, ``silu``, ``srelu`` (squared ReLU), or one of them with a gate:
+            ``geglu``, ``qgeglu``, ``reglu``, ``swiglu``, ``sreglu``, and ``glu``, which is ``sigmoid`` with a gate.
         init_method, output_layer_init_method: called with ``fc1_weight`` and ``fc2_weight`` instead of ``nn.Linear``'s
             initialisation.
         return_bias: return ``fc2_bias`` too and do not add it.
@@ -222,6 +223,10 @@ def _plain_activation(x: Tensor, activation: str) -> Tensor:
         y = F.gelu(x, approximate="tanh")
     elif function == "silu":
         y = F.silu(x)
+    elif function == "qgelu":
+        y = x * torch.sigmoid(QUICK * x)
+    elif function == "sigmoid":
+        y = torch.sigmoid(x)
     else:
         y = F.relu(x) if function == "relu" else F.relu(x).square()
     return y if gate is None else y * gate

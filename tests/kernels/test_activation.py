@@ -21,6 +21,8 @@ TWINS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": F.relu,
     "silu": F.silu,
     "srelu": lambda x: F.relu(x).square(),
+    "qgelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "sigmoid": torch.sigmoid,
 }
 
 
@@ -67,25 +69,27 @@ def test_fused_output_is_the_quantized_activation(
         if format == FUSED_MXFP8:
             shape = (shape[0], max(64, shape[1] // 64 * 64))
         multiple = 32 if format == FUSED_MXFP8 else (1, 16, 1)[seed % 3]
-        kind, gated = KINDS[seed % 4], seed % 3 != 0
         x = provoking(INPUTS[seed % len(INPUTS)], shape, dtype, seed).to(device)
-        y = reference.activation(x, seed % 4, gated)
-        mine, theirs = cast_of(format, *usage, device, seed), cast_of(format, *usage, device, seed)
-        want = plainly_quantized(F.pad(y, (0, 0, 0, -y.shape[0] % multiple)), theirs)
-        with poisoned_memory():
-            got = activation.activation_quantize(x, kind, gated, multiple, mine)
-        for name, a, b in zip(NAMES, got, want, strict=True):
-            assert_bitwise_equal(a, b, f"{name} of {shape}, {kind}")
-        if mine.amax is not None and theirs.amax is not None:
-            assert_bitwise_equal(mine.amax, theirs.amax, "amax")
+        # over the shapes, each kind with a gate and without
+        for number, gated in ((seed % 6, seed % 3 != 0), ((seed + 3) % 6, seed % 3 == 0)):
+            y = reference.activation(x, number, gated)
+            mine, theirs = cast_of(format, *usage, device, seed), cast_of(format, *usage, device, seed)
+            want = plainly_quantized(F.pad(y, (0, 0, 0, -y.shape[0] % multiple)), theirs)
+            with poisoned_memory():
+                got = activation.activation_quantize(x, KINDS[number], gated, multiple, mine)
+            for name, a, b in zip(NAMES, got, want, strict=True):
+                assert_bitwise_equal(a, b, f"{name} of {shape}, {KINDS[number]}")
+            if mine.amax is not None and theirs.amax is not None:
+                assert_bitwise_equal(mine.amax, theirs.amax, "amax")
 
 
 @pytest.mark.gpu
 def test_reciprocals_on_the_gpu() -> None:
     """1 / (1 + exp) is rounded right there: many of its mantissas, against the reference on the CPU."""
     x = torch.randn(2048, 4096, generator=torch.Generator().manual_seed(0)) * 4
-    want = reference.activation(x, KINDS.index("silu"), False)
-    assert_bitwise_equal(activation.activation(x.cuda(), "silu", False), want)
+    for kind in ("silu", "qgelu", "sigmoid"):
+        want = reference.activation(x, KINDS.index(kind), False)
+        assert_bitwise_equal(activation.activation(x.cuda(), kind, False), want, kind)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -100,11 +104,13 @@ def test_empty(gated: bool, device: str) -> None:
 
 def test_errors_name_what_is_wrong() -> None:
     x = torch.randn(4, 7)
-    with pytest.raises(ValueError, match="kind of activation is 'tanh', but one of gelu, relu, silu, srelu"):
+    with pytest.raises(
+        ValueError, match="kind of activation is 'tanh', but one of gelu, relu, silu, srelu, qgelu, sigmoid"
+    ):
         activation.activation(x, "tanh", False)
     for op in (torch.ops.tejit.activation.default, torch.ops.tejit.activation.reference):
-        with pytest.raises(RuntimeError, match="kind is 4"):
-            op(x, 4, False)
+        with pytest.raises(RuntimeError, match="kind is 6"):
+            op(x, 6, False)
         with pytest.raises(RuntimeError, match="x has 7 columns, but a gated activation needs two halves"):
             op(x, 0, True)
         with pytest.raises(RuntimeError, match=r"x has shape \(7,\), but a matrix"):

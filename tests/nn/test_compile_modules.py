@@ -42,6 +42,10 @@ MODULES = {
     "linear": lambda **k: LayerNormLinear(40, 24, return_layernorm_output=True, zero_centered_gamma=True, **k),
     "gelu": lambda **k: LayerNormMLP(40, 56, **k),
     "swiglu": lambda **k: LayerNormMLP(40, 56, normalization="RMSNorm", activation="swiglu", checkpoint=True, **k),
+    "qgelu": lambda **k: LayerNormMLP(40, 56, activation="qgelu", **k),
+    "qgeglu": lambda **k: LayerNormMLP(40, 56, activation="qgeglu", **k),
+    "sreglu": lambda **k: LayerNormMLP(40, 56, activation="sreglu", **k),
+    "glu": lambda **k: LayerNormMLP(40, 56, normalization="RMSNorm", activation="glu", **k),
     "transformer": lambda **k: TransformerLayer(
         40, 56, 4, 2, hidden_dropout=0.0, attention_dropout=0.0, activation="swiglu", normalization="RMSNorm", **k
     ),
@@ -74,6 +78,10 @@ FAST = [
     ("aot_eager", "linear", "MXFP8"),
     ("aot_eager", "gelu", "current"),
     ("aot_eager", "swiglu", "NVFP4"),
+    ("aot_eager", "qgelu", "MXFP8"),
+    ("aot_eager", "qgeglu", "blocks"),
+    ("aot_eager", "sreglu", "current"),
+    ("aot_eager", "glu", "MXFP8"),
     ("aot_eager", "transformer", "current"),
     ("inductor", "linear", "current"),
 ]

@@ -14,9 +14,13 @@ PLAIN = {
     "relu": F.relu,
     "silu": F.silu,
     "srelu": lambda x: F.relu(x).square(),
+    "qgelu": lambda x: x * torch.sigmoid(1.702 * x),
     "geglu": lambda x: F.gelu(x.chunk(2, -1)[0], approximate="tanh") * x.chunk(2, -1)[1],
     "reglu": lambda x: F.relu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
     "swiglu": lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
+    "sreglu": lambda x: F.relu(x.chunk(2, -1)[0]).square() * x.chunk(2, -1)[1],
+    "qgeglu": lambda x: x.chunk(2, -1)[0] * torch.sigmoid(1.702 * x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
+    "glu": lambda x: torch.sigmoid(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
 }
 
 
@@ -79,6 +83,31 @@ def test_activation(dtype, kind, device) -> None:
     grad = torch.randn(y.shape, device=device).to(dtype)
     want.backward(grad.double())
     assert_rounded(fused.activate_backward(grad, x, kind), wide.grad, dtype, "dx")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["qgelu", "silu", "srelu", "qgeglu", "swiglu", "sreglu", "glu"])
+def test_activations_of_the_ends_of_the_line(kind, device) -> None:
+    """Issue 14: values and gradients of the largest numbers, subnormals, infinities and NaN, with a gate of each of them,
+    are the formula's: 1.702 x is infinite where x is not yet."""
+    large = torch.finfo().max
+    ends = torch.tensor([0.0, -0.0, 1e-45, -1e-45, 80, -80, large, -large, torch.inf, -torch.inf, torch.nan])
+    gated = kind in fused.GATED
+    a, b = (torch.cartesian_prod(ends, ends) if gated else ends[:, None].expand(-1, 2)).to(device).split(1, 1)
+    x = torch.cat((a, b), 1) if gated else a
+
+    value = PLAIN[kind](torch.cat((a, torch.ones_like(a)), 1).double() if gated else x.double())
+    want = value.float() * b if gated else value.float()  # what is too small for float32 is 0 times the gate
+    torch.testing.assert_close(fused.activate(x, kind), want, rtol=1e-6, atol=1e-44, equal_nan=True)
+
+    wide = x.double().requires_grad_()
+    (gradient,) = torch.autograd.grad(PLAIN[kind](wide).sum(), wide)
+    found = fused.activate_backward(torch.ones_like(a), x, kind).double()
+    finite = x.isfinite().all(1)  # at an infinity the formula's derivative is inf * 0
+    found, gradient = found[finite], gradient[finite]
+    gradient = torch.where(gradient.abs() <= large, gradient, gradient * torch.inf)
+    bound = 1e-6 * gradient.abs() + 1e-37 + (2e-7 * b[finite].double().abs() if gated else 2e-7)
+    assert ((found == gradient) | ((found - gradient).abs() <= bound)).all()
 
 
 @pytest.mark.parametrize("device", DEVICES)

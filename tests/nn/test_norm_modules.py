@@ -80,7 +80,7 @@ SPREAD = 1.4
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("name", STATELESS)
-@pytest.mark.parametrize("kind", ["linear", "gelu", "swiglu", "reglu"])
+@pytest.mark.parametrize("kind", ["linear", "gelu", "swiglu", "reglu", "qgelu", "qgeglu", "sreglu", "glu"])
 @pytest.mark.parametrize(("i", "o", "lead"), [(127, 141, (5, 27)), (192, 128, (128,))])
 def test_error_of_each_gradient_is_that_of_the_format(i, o, lead, kind, name, dtype, device) -> None:
     module, twin = made(kind, i, o, device=device, dtype=dtype, normalization="LayerNorm" if o % 2 else "RMSNorm")
@@ -125,7 +125,7 @@ class Parts(nn.Module):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", STATELESS)
-@pytest.mark.parametrize("kind", ["linear", "gelu", "srelu", "reglu", "swiglu"])
+@pytest.mark.parametrize("kind", ["linear", "gelu", "srelu", "reglu", "swiglu", "qgelu", "qgeglu", "sreglu", "glu"])
 def test_with_a_recipe_they_are_their_parts_with_it(kind, name, device) -> None:
     """Output, dgrad and every gradient are those of the norm, then `Linear`, and so on, each under the recipe.
 

@@ -21,9 +21,9 @@ from tests.nn.twins import randomised, results
 VARIANTS = {
     "plain": {},
     "groups": {"num_gqa_groups": 2, "normalization": "RMSNorm", "activation": "swiglu", "bias": False},
-    "one group, own head size": {"num_gqa_groups": 1, "kv_channels": 8, "activation": "srelu"},
-    "no mask": {"self_attn_mask_type": "no_mask", "zero_centered_gamma": True, "activation": "reglu"},
-    "residual behind the norm": {"apply_residual_connection_post_layernorm": True, "activation": "silu"},
+    "one group, own head size": {"num_gqa_groups": 1, "kv_channels": 8, "activation": "sreglu"},
+    "no mask": {"self_attn_mask_type": "no_mask", "zero_centered_gamma": True, "activation": "glu"},
+    "residual behind the norm": {"apply_residual_connection_post_layernorm": True, "activation": "qgelu"},
 }
 
 pytestmark = pytest.mark.filterwarnings("ignore:MXFP8BlockScaling")

@@ -14,9 +14,13 @@ ACTIVATIONS = {
     "relu": F.relu,
     "silu": F.silu,
     "srelu": lambda x: F.relu(x).square(),
+    "qgelu": lambda x: x * torch.sigmoid(1.702 * x),
     "geglu": lambda x: F.gelu(x.chunk(2, -1)[0], approximate="tanh") * x.chunk(2, -1)[1],
     "reglu": lambda x: F.relu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
     "swiglu": lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
+    "sreglu": lambda x: F.relu(x.chunk(2, -1)[0]).square() * x.chunk(2, -1)[1],
+    "qgeglu": lambda x: x.chunk(2, -1)[0] * torch.sigmoid(1.702 * x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
+    "glu": lambda x: torch.sigmoid(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
 }
 
 

@@ -26,7 +26,7 @@ def activation(x: Tensor, kind: str, gated: bool) -> Tensor:
 
     Args:
         x: ``(M, F)``, or ``(M, 2 F)`` where ``gated``; float32, bfloat16 or float16, any strides.
-        kind: one of :data:`KINDS`: GELU by tanh, ReLU, SiLU, squared ReLU.
+        kind: one of :data:`KINDS`: GELU by tanh, ReLU, SiLU, squared ReLU, quick GELU, sigmoid.
 
     Returns:
         ``(M, F)`` in ``x``'s dtype.

@@ -2,7 +2,8 @@
 
 Everything is float32 sums, products and reciprocals, each rounded on its own, and no function of the platform's libm:
 so the kernels for CPU and GPU find the same bits. GELU by tanh (Hendrycks and Gimpel 2016) is ``x * sigmoid(2 u)`` with
-``u = sqrt(2 / pi) * (x + 0.044715 x^3)``, SiLU ``x * sigmoid(x)``, squared ReLU ``relu(x)^2`` (So et al. 2021). A gated
+``u = sqrt(2 / pi) * (x + 0.044715 x^3)``, quick GELU, of the same paper, ``x * sigmoid(1.702 x)``, SiLU ``x *
+sigmoid(x)``, squared ReLU ``relu(x)^2`` (So et al. 2021). Where its argument is below -87, a sigmoid is 0. A gated
 activation (Shazeer 2020) is ``f(x[:, :F]) * x[:, F:]``. The result is rounded to ``x``'s dtype once. Inductor for a GPU
 may contract a product and a sum: there, and only there, a compiled graph of this file differs in last bits.
 """
@@ -22,10 +23,11 @@ from tejit.kernels.norm.reference import padded_rows
 from tejit.kernels.rounding import as_rounded
 
 #: The ungated functions, by the number that the ops take.
-KINDS = ("gelu", "relu", "silu", "srelu")
+KINDS = ("gelu", "relu", "silu", "srelu", "qgelu", "sigmoid")
 
 _TWO_ROOT = 2 * math.sqrt(2 / math.pi)
 _CUBIC = _TWO_ROOT * 0.044715
+_QUICK = 1.702
 _LOG2E = math.log2(math.e)
 _LN2_HIGH = 0.693359375  # so few bits that its product with an exponent is exact
 _LN2_LOW = math.log(2) - _LN2_HIGH
@@ -60,6 +62,10 @@ def function(x: Tensor, kind: int) -> Tensor:
     name = KINDS[kind]
     if name == "silu":
         return _times_sigmoid(x, x)
+    if name == "qgelu":
+        return _times_sigmoid(x, x * _QUICK)
+    if name == "sigmoid":
+        return _times_sigmoid(torch.where(x.isnan(), x, 1.0), x)
     if name == "gelu":
         square = x * x
         square = torch.where(square < FLT_MAX, square, FLT_MAX)
