@@ -31,7 +31,10 @@ constexpr float kHighest = 87.0f;        // exp of it has a reciprocal that is a
 inline fused::Curve curve_of(int kind) {
   constexpr float kInfinity = __builtin_huge_valf();
   fused::Curve curve = {0.0f, 1.0f, -kInfinity, kInfinity};
-  if (kind == kGelu) curve.cubic = kCubic, curve.linear = kTwoRoot;
+  if (kind == kGelu) {
+    curve.cubic = kCubic;
+    curve.linear = kTwoRoot;
+  }
   if (kind == kQuickGelu) curve.linear = kQuick;
   if (kind == kSigmoid) curve.floor = curve.ceiling = 1.0f;
   return curve;
@@ -66,11 +69,6 @@ struct Functions {
 
   TEJIT_FUNCTION static float relu(float x) { return x <= 0.0f ? 0.0f : x; }
 
-  TEJIT_FUNCTION static float squared_relu(float x) {
-    const float positive = relu(x);
-    return Ops::mul(positive, positive);
-  }
-
   // f[0..count) in place; kind and curve are the same for a whole grid.
   template <int kCount>
   TEJIT_FUNCTION static void apply(int kind, const fused::Curve& curve, float (&f)[kCount]) {
@@ -84,7 +82,10 @@ struct Functions {
       }
     } else {
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) f[i] = kind == kRelu ? relu(f[i]) : squared_relu(f[i]);
+      for (int i = 0; i < kCount; ++i) f[i] = relu(f[i]);
+      if (kind == kRelu) return;
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) f[i] = Ops::mul(f[i], f[i]);
     }
   }
 };
