@@ -27,19 +27,6 @@ constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: a sum's last place is 1
 constexpr float kNearOne = 80.0f;        // 1 + exp of its negative is 1
 constexpr float kHighest = 87.0f;        // exp of it has a reciprocal that is a normal number
 
-// What the text of the smooth ones does for a kind: sigmoid is 1 * sigmoid(x).
-inline fused::Curve curve_of(int kind) {
-  constexpr float kInfinity = __builtin_huge_valf();
-  fused::Curve curve = {0.0f, 1.0f, -kInfinity, kInfinity};
-  if (kind == kGelu) {
-    curve.cubic = kCubic;
-    curve.linear = kTwoRoot;
-  }
-  if (kind == kQuickGelu) curve.linear = kQuick;
-  if (kind == kSigmoid) curve.floor = curve.ceiling = 1.0f;
-  return curve;
-}
-
 // Arithmetic is that of the type Ops: add, mul, bits, of_bits; within, a number or the bound that it is
 // beyond, where a NaN stays one; and reciprocal, of numbers from 1 to 2^126.
 template <typename Ops>

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "activation/function.h"
+#include "activation/args.h"
 #include "common/launch.h"
 #include "fused/launch.h"
 

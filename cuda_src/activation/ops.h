@@ -6,6 +6,7 @@
 #include <optional>
 #include <vector>
 
+#include "activation/curve.h"
 #include "activation/launch.h"
 #include "common/tensor.h"
 #include "cpu/activation.h"

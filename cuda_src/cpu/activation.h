@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "activation/function.h"
+#include "activation/curve.h"
 #include "elements.h"
 #include "norm.h"
 #include "parallel.h"

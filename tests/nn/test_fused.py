@@ -88,8 +88,8 @@ def test_activation(dtype, kind, device) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", ["qgelu", "silu", "srelu", "qgeglu", "swiglu", "sreglu", "glu"])
 def test_activations_of_the_ends_of_the_line(kind, device) -> None:
-    """Issue 14: values and gradients of the largest numbers, subnormals, infinities and NaN, with each of them as a gate,
-    are the formula's: 1.702 x is infinite where x is not yet."""
+    """Issue 14: values and gradients of the largest numbers, subnormals, infinities and NaN, each of them with each as
+    its gate, are the formula's: 1.702 x is infinite where x is not yet."""
     large = torch.finfo().max
     ends = torch.tensor([0.0, -0.0, 1e-45, -1e-45, 80, -80, large, -large, torch.inf, -torch.inf, torch.nan])
     gated = kind in fused.GATED
