@@ -45,8 +45,10 @@ def norm_mlp(
     parameters = (norm_weight, norm_bias, product1.weight, bias1, product2.weight, bias2)
     plans = (norm, activation, product1.plan, product2.plan)
     given = (*product1.given, *product2.given)
-    # One module's, whichever of the products needs it: a graph changes no tensor that it is given twice.
-    state = product2.state if product1.state.scale is None else product1.state
+    # One module's, of the product that has most of it: a graph changes no tensor that it is given twice, and a product
+    # that needs no gradient has no anchor.
+    first, second = product1.state, product2.state
+    state = second if first.scale is None or (first.anchor is None and second.anchor is not None) else first
     if not any_needs_grad(x, *parameters):
         out, y, _ = _forward(x, parameters, *plans, product1.given, product2.given, state)
         return out, y

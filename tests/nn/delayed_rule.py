@@ -22,7 +22,10 @@ class Slots:
 
     def roll(self) -> None:
         old, length = self.history, len(self.history)
+        collected = old[0] != 0  # the others keep history and scale
         for slot, column in enumerate(old.T):
+            if not collected[slot]:
+                continue
             amax = column.max() if self.algo == "max" else column[0]
             if np.isfinite(amax) and amax > 0:
                 with np.errstate(over="ignore"):
@@ -33,7 +36,7 @@ class Slots:
             new[i] = old[i + 1]
         if length > 1:
             new[length - 1] = old[0]
-        self.history = new
+        self.history = np.where(collected, new, old)
 
 
 class Watched:

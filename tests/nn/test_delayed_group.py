@@ -59,6 +59,33 @@ for how in sys.argv[3].split():
     dist.all_gather(scales, together[0]._delayed_scale)
     assert torch.equal(*scales)
 
+# A slot that collected nothing keeps its history on every rank: the weight's in later microbatches, and that of a group
+# of rows which is empty everywhere; where one rank has rows, all roll.
+for how in sys.argv[3].split():
+    layer, grouped = layers()[0], tejit.GroupedLinear(3, 31, 17)
+    def function(x, first, splits):
+        if how != "inside":
+            return layer(x, is_first_microbatch=first), grouped(x, splits)
+        with tejit.autocast(recipe=delayed, amax_reduction_group=group):
+            return layer(x, is_first_microbatch=first), grouped(x, splits)
+    if how != "eager":
+        function = torch.compile(function, backend="aot_eager", fullgraph=True)
+    for n in range(6):
+        with torch.no_grad():
+            layer.weight.clamp_(-1, 1)[0, 0] = 8.0 / 2 ** (n // 3)
+        with tejit.autocast(enabled=how != "inside", recipe=delayed, amax_reduction_group=group):
+            one, two = function(data(n, rank), n % 3 == 0, [4, 0, 0] if rank == 0 else [2, 2, 0])
+        (one.sum() + two.sum()).backward()
+    assert layer._delayed_amax_history[:3, 1].tolist() == [0.0, 8.0, 4.0], (how, rank)
+    assert layer._delayed_scale[1] == 448 / 8, (how, rank)
+    inputs = grouped._delayed_amax_history[:3, ::2]
+    assert inputs.count_nonzero(0).tolist() == [2, 2, 0], (how, rank, inputs)
+    assert grouped._delayed_grad_amax_history[:3].count_nonzero(0).tolist() == [2, 2, 0], (how, rank)
+    for mine in (inputs.contiguous(), grouped._delayed_scale, grouped._delayed_grad_scale):
+        both = [torch.empty_like(mine) for _ in range(2)]
+        dist.all_gather(both, mine)
+        assert torch.equal(*both), (how, rank)
+
 # reduce_amax=False: the group is there and not asked.
 lone = DelayedScaling(amax_history_len=3, reduce_amax=False)
 together, alone = layers(), layers()

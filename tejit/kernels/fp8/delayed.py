@@ -73,6 +73,10 @@ def update_in_place(
 ) -> None:
     """:func:`update` of the states of several modules at once, in place.
 
+    A slot whose row 0 is 0 collected nothing and is left alone: its history does not roll, its scale stays. Row 0 says
+    it of every slot alike, in eager code, in graphs and, once amax is reduced over a group, on every process. A tensor
+    of nothing but zeros counts as none. Transformer Engine's kernel has the same rule.
+
     Args:
         histories: float32 ``(>= length, n_i)`` each; the first ``length`` rows are the history.
         scales: float32 ``(n_i,)`` each.
@@ -81,9 +85,10 @@ def update_in_place(
         length: rows of the history.
     """
     sizes = [scale.shape[0] for scale in scales]
-    used = [history[:length] for history in histories]
-    rolled, fresh = update(torch.cat(used, 1), torch.cat(scales), fp8_max, margin, algo)
+    rows = [history[:length] for history in histories]
+    history = torch.cat(rows, 1)
+    rolled, fresh = update(history, torch.cat(scales), fp8_max, margin, algo, used=history[0] != 0)
     if previous:
         torch._foreach_copy_(previous, scales)
-    torch._foreach_copy_(used, rolled.split(sizes, 1))
+    torch._foreach_copy_(rows, rolled.split(sizes, 1))
     torch._foreach_copy_(scales, fresh.split(sizes))
