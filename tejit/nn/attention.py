@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tejit.nn import provenance
 from tejit.nn.arguments import checked_eps, one_of
 from tejit.nn.linear import Linear
 from tejit.nn.module import checked_dtype
@@ -211,18 +212,27 @@ class RotaryPositionEmbedding(nn.Module):
         self.register_buffer("inv_freq", self._frequencies(device), persistent=False)
 
     def _frequencies(self, device: torch.device | str | None) -> Tensor:
+        """On meta, those of the CPU: nobody else could give the buffer its values, and it moves with the module."""
+        place = torch.empty(0, device=device).device
+        device = "cpu" if place.type == "meta" else place
         exponents = torch.arange(0, self.dim, 2, dtype=torch.float32, device=device) / self.dim
         return 1.0 / self.rotary_base**exponents
 
     def _apply(self, fn: Any, recurse: bool = True) -> RotaryPositionEmbedding:
-        super()._apply(fn, recurse)
+        if self.inv_freq.is_meta:  # somebody put it there, from where nothing can be moved
+            self.inv_freq = torch.empty(0, device=provenance.device_after(fn))
+        else:
+            super()._apply(fn, recurse)
         self.inv_freq = self._frequencies(self.inv_freq.device)  # neither rounded nor what to_empty left there
         return self
 
     def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
         """The angles of positions ``offset`` to ``offset + max_seq_len - 1``: ``(max_seq_len, 1, 1, dim)`` float32."""
-        positions = torch.arange(max_seq_len, dtype=torch.float32, device=self.inv_freq.device) + offset
-        angles = positions[:, None] * self.inv_freq
+        # The buffer says where; its values are computed again, since loaders of models replace buffers that no file has
+        # by memory as it is found.
+        device = self.inv_freq.device
+        positions = torch.arange(max_seq_len, dtype=torch.float32, device=device) + offset
+        angles = positions[:, None] * self._frequencies(device)
         pairs = torch.stack((angles, angles), -1) if self.interleaved else torch.stack((angles, angles), -2)
         return pairs.reshape(max_seq_len, 1, 1, self.dim)
 
@@ -247,7 +257,7 @@ def apply_rotary_pos_emb(t: Tensor, freqs: Tensor, interleaved: bool = False) ->
             f"rotary_pos_emb has shape {tuple(freqs.shape)}; for {sequence} positions and {t.shape[-1]} features it"
             f" must be (at least {sequence}, 1, 1, at most {t.shape[-1]})"
         )
-    angles = freqs[:sequence, 0].float()
+    angles = freqs[:sequence, 0].to(t.device if t.is_meta else freqs.device, torch.float32)
     x, rest = t[..., :turned].float(), t[..., turned:]
     if interleaved:
         first, second = x.unflatten(-1, (-1, 2)).unbind(-1)

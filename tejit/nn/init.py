@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tejit import compat
+from tejit.format_info import HIGH_PRECISION_DTYPES
 from tejit.formats import Float8CurrentScalingQuantizer, IdentityQuantizer
 from tejit.formats.float8.slot import Float8SlotQuantizer
 from tejit.recipe import LinearQuantizers
@@ -80,6 +81,21 @@ def _quantized(parameter: nn.Parameter, quantizer: Quantizer, preserve: bool) ->
         made.get_high_precision_init_val = types.MethodType(get_high_precision_init_val, made)
         made.clear_high_precision_init_val = types.MethodType(clear_high_precision_init_val, made)
         keep(made, values)
+    return made
+
+
+def taken_over(placeholder: QuantizedTensor, values: nn.Parameter) -> nn.Parameter:
+    """Values that a loader assigns in place of a quantized parameter without memory, in that parameter's format, with
+    what is attached to either; as they are where their shape or dtype is none that it stands for."""
+    quantizer: Any = placeholder._known_quantizer()
+    if values.shape != placeholder.shape or values.dtype not in HIGH_PRECISION_DTYPES:
+        return values
+    plain = values.detach()
+    made = nn.Parameter(quantizer.quantize(plain), requires_grad=values.requires_grad)
+    for old in (placeholder, values):
+        carry(old, made)
+    if "get_high_precision_init_val" in vars(made):
+        keep(made, plain)
     return made
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tejit import compat
 from tejit.format_info import HIGH_PRECISION_DTYPES
-from tejit.nn import gradients, products, weights
+from tejit.nn import gradients, init, products, weights
 from tejit.nn.apply import KeepsAttached
 from tejit.nn.delayed_state import Delayed
 from tejit.nn.gradients import Late, PutOff
@@ -25,7 +25,7 @@ from tejit.tensor.quantizer import Inner
 Self = TypeVar("Self", bound="QuantizedModule")
 
 #: Attributes that no copy of a module takes over.
-_OWN = ("_forward_context", "_ready", "_key", "_put_off", "_known_readings", "_known_workspaces")
+_OWN = ("_forward_context", "_ready", "_key", "_put_off", "_known_readings", "_known_workspaces", "_own_workspace")
 
 
 class Product(NamedTuple):
@@ -98,7 +98,7 @@ class QuantizedModule(KeepsWorkspace, Delayed, KeepsAttached, Named, nn.Module):
     def _begin(self) -> None:
         """What a module has of its own, and a copy of it too."""
         self._put_off = deque()
-        self._known_readings, self._known_workspaces = {}, {}
+        self._known_readings, self._known_workspaces, self._own_workspace = {}, {}, {}
         self._take_key()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -310,6 +310,11 @@ class QuantizedModule(KeepsWorkspace, Delayed, KeepsAttached, Named, nn.Module):
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         # Another parameter comes (assigned, or loaded with ``assign=True``): what is ready would keep the one before.
         self.__dict__.pop("_ready", None)
+        old = self._parameters.get(name)
+        if param is not None and weights.is_quantized(old) and old.is_meta:
+            # Built on meta inside of quantized_model_init: a loader (transformers, assign=True) gives it plain values.
+            if not (param.is_meta or weights.is_quantized(param)):
+                param = init.taken_over(old, param)
         super().register_parameter(name, param)
 
     def _apply(self: Self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

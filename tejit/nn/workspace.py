@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from tejit import compat
-from tejit.nn import products, weights
+from tejit.nn import products, provenance, weights
 from tejit.nn.keyed import Keyed, module_of
 from tejit.nn.products import Plan, State
 from tejit.recipe import LinearQuantizers
@@ -33,6 +33,8 @@ class KeepsWorkspace(Keyed, nn.Module):
     """
 
     _known_workspaces: dict[str, Any]
+    #: The buffers as the module made or moved them; a tensor that others put there may be memory as it was found.
+    _own_workspace: dict[str, Tensor]
 
     def _make_room(
         self, is_first_microbatch: bool | None, products: Mapping[str, tuple[LinearQuantizers | None, Any]]
@@ -101,7 +103,22 @@ class KeepsWorkspace(Keyed, nn.Module):
             return False
         if torch.compiler.is_compiling():
             return True
-        return not _is_of_another_world([buffer for name, buffer in self._buffers.items() if name.startswith(prefix)])
+        found = {name: buffer for name, buffer in self._buffers.items() if name.startswith(prefix)}
+        return self._own(found) and not _is_of_another_world(found.values())
+
+    def _own(self, found: Mapping[str, Tensor | None]) -> bool:
+        """Whether buffers are the module's, or copies of them."""
+        for name, buffer in found.items():
+            own = self._own_workspace.get(name)
+            if own is None or buffer is own:
+                continue
+            if buffer is None or buffer.is_meta:
+                return False
+            if provenance.can_be_read() and provenance.is_plain(buffer) and provenance.is_plain(own):
+                if not provenance.is_copy(buffer, own):
+                    return False
+                self._own_workspace[name] = buffer
+        return True
 
     def _workspace_of(self, quantizers: LinearQuantizers, parameter: str) -> Inner | None:
         """The buffers of the workspace as eager calls of these quantizers last found them; None where they did not, or
@@ -109,7 +126,10 @@ class KeepsWorkspace(Keyed, nn.Module):
         record = self._workspace_record(quantizers, parameter)
         if record is None or self.__dict__.get(record[0]) != record[1]:
             return None
-        return tuple([None if name is None else self._buffers[name] for name in record[2]])
+        found = {name: self._buffers[name] for name in record[2] if name is not None}
+        if not self._own(found):
+            return None
+        return tuple([None if name is None else found[name] for name in record[2]])
 
     def _workspace_record(self, quantizers: LinearQuantizers, parameter: str) -> Buffers | None:
         """What an eager call of these quantizers noted; None where there was none, or one of others since."""
@@ -126,7 +146,11 @@ class KeepsWorkspace(Keyed, nn.Module):
         for name, buffer in workspace.items():
             assert buffer is not None
             moved = fn(buffer)
-            self._buffers[name] = moved if moved.dtype == buffer.dtype else buffer.to(moved.device)
+            if moved.dtype != buffer.dtype:
+                moved = buffer.to(moved.device)
+            elif not (moved is buffer or moved.is_meta or buffer.is_meta):
+                moved.copy_(buffer)  # to_empty leaves memory as it is found
+            self._buffers[name] = self._own_workspace[name] = moved
             if buffer.is_meta or moved.is_meta:  # its bytes are gone
                 for attribute in [key for key in self.__dict__ if key.startswith(PREFIX)]:
                     del self.__dict__[attribute]
@@ -167,3 +191,4 @@ def _allocate(
             with torch.inference_mode(False):  # a later first microbatch may come outside of it
                 zeros = torch.zeros(shape, dtype=dtype, device=device)
             module.register_buffer(name, zeros, persistent=False)
+        module._own_workspace[name] = getattr(module, name)  # about to be filled

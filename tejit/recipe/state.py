@@ -88,6 +88,8 @@ class DelayedState:
         rolled: whether it rolled since it last collected; a recomputation then needs the scale before.
         queued, owes_gradient: whether it waits for the end of a backward, and whether gradient slots collected amax.
         anchor: float32 ``(0,)``, requires a gradient.
+        known: the tensors as the module last saw them, by the names of their buffers; another one comes from outside.
+        unborn: whether the module's parameters or the tensors had no memory then.
     """
 
     rule: DelayedRule | None = None
@@ -101,6 +103,8 @@ class DelayedState:
         self.number = next(_numbers)
         self.buffers = buffers
         self.stored = stored
+        self.known: dict[str, Tensor | None] = {}
+        self.unborn = False
         self.move(device)
         _states[self.number] = self
 
