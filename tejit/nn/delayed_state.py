@@ -145,7 +145,9 @@ class Delayed(nn.Module):
                 if any(buffers.get(name) is not state.known[name] for name in names):
                     replaced = self._take_over_pair(names, slots) or replaced
             previous, known = buffers.get(PREVIOUS), state.known[PREVIOUS]
-            if previous is not known and not (previous is not None and not replaced and provenance.is_copy(previous, known)):
+            if previous is not known and not (
+                previous is not None and not replaced and provenance.is_copy(previous, known)
+            ):
                 scale = buffers[SCALE]
                 assert scale is not None
                 buffers[PREVIOUS] = scale.clone()
@@ -160,7 +162,9 @@ class Delayed(nn.Module):
         pairs = list(zip(given, known, strict=True))
         if all(tensor is not None and tensor.is_meta for tensor in given):
             return False
-        if all(provenance.is_loaded(t) or t is old or (t is not None and provenance.is_copy(t, old)) for t, old in pairs):
+        if all(
+            provenance.is_loaded(t) or t is old or (t is not None and provenance.is_copy(t, old)) for t, old in pairs
+        ):
             keeps = all(provenance.is_plain(tensor) for tensor in given)
         else:
             scale, history = given
@@ -168,7 +172,7 @@ class Delayed(nn.Module):
             # loaded.
             strict = state.unborn and (not state.stored or provenance.LOADED in self.__dict__)
             keeps = provenance.is_plain(scale) and provenance.is_plain(history)
-            keeps = keeps and provenance.is_state(scale, history, slots, strict)  # type: ignore[arg-type]
+            keeps = keeps and provenance.is_state(scale, history, slots, strict)
         device = next((t.device for t in given if t is not None and not t.is_meta), torch.device("cpu"))
         rows = max([ROWS, *[old.shape[0] for old in (known[1],) if old is not None]])
         fresh = _fresh(self._products, rows, device)
@@ -197,6 +201,8 @@ class Delayed(nn.Module):
         if self._delayed_scale.device == device:
             if state.unborn and device.type != "meta":
                 self._know(state)
+            if state.anchor.device != device:  # the buffers were moved through `.data`
+                state.move(device)
             return
         with torch.inference_mode(False):
             fresh = _fresh(self._products, self._delayed_amax_history.shape[0], device)

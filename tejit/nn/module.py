@@ -311,10 +311,9 @@ class QuantizedModule(KeepsWorkspace, Delayed, KeepsAttached, Named, nn.Module):
         # Another parameter comes (assigned, or loaded with ``assign=True``): what is ready would keep the one before.
         self.__dict__.pop("_ready", None)
         old = self._parameters.get(name)
-        if param is not None and weights.is_quantized(old) and old.is_meta:
-            # Built on meta inside of quantized_model_init: a loader (transformers, assign=True) gives it plain values.
-            if not (param.is_meta or weights.is_quantized(param)):
-                param = init.taken_over(old, param)
+        placeholder = weights.is_quantized(old) and old.is_meta  # built on meta inside of quantized_model_init
+        if placeholder and param is not None and not (param.is_meta or weights.is_quantized(param)):
+            param = init.taken_over(old, param)  # plain values from a loader (transformers, assign=True)
         super().register_parameter(name, param)
 
     def _apply(self: Self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

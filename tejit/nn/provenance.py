@@ -1,9 +1,9 @@
 """Whether the tensor that is found in a buffer holds what somebody put there, or memory as it was found.
 
 Loaders of large models build a model on the meta device and replace its tensors afterwards: what is in the file by
-loaded ones, the rest by ``torch.empty_like``, for the model to initialise. They write to ``_buffers`` or set attributes,
-which no module is told of. What a module made or loaded itself it knows by the object; here is what can be said of
-another one.
+loaded ones, the rest by ``torch.empty_like``, for the model to initialise. They write to ``_buffers`` or set
+attributes, which no module is told of. What a module made or loaded itself it knows by the object; here is what can be
+said of another one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def is_plain(tensor: Tensor | None) -> bool:
 
 def is_copy(tensor: Tensor, of: Tensor | None) -> bool:
     """Whether a tensor is another one moved, hence equal to it."""
-    if of is None or not is_plain(of) or (tensor.shape, tensor.dtype) != (of.shape, of.dtype):
+    if of is None or not (is_plain(tensor) and is_plain(of)) or (tensor.shape, tensor.dtype) != (of.shape, of.dtype):
         return False
     return torch.equal(tensor.detach().cpu(), of.detach().cpu())
 
@@ -50,8 +50,8 @@ def is_loaded(tensor: Tensor | None) -> bool:
 def is_state(scale: Tensor, history: Tensor, slots: int, strict: bool) -> bool:
     """Whether scales and histories can be a state of delayed scaling, between two steps.
 
-    Scales are normal numbers above 0, what a history holds is no NaN and not below 0, and nothing is being collected. With
-    ``strict``, a slot that never saw anything has the scale 1 (not so where a history has one row, which remembers
+    Scales are normal numbers above 0, what a history holds is no NaN and not below 0, and nothing is being collected.
+    With ``strict``, a slot that never saw anything has the scale 1 (not so where a history has one row, which remembers
     nothing). Memory as it is found, be it zeros, NaN or one number throughout, fails one of these.
     """
     fits = scale.shape == (slots,) and history.dim() == 2 and history.shape[0] > 0 and history.shape[1] == slots
