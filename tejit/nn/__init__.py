@@ -6,7 +6,7 @@ from tejit import compat
 
 if TYPE_CHECKING:
     from tejit.nn.attention import MultiheadAttention, RotaryPositionEmbedding
-    from tejit.nn.delayed_state import plain_state_dict
+    from tejit.nn.delayed_buffers import plain_state_dict
     from tejit.nn.grouped import GroupedLinear
     from tejit.nn.linear import Linear
     from tejit.nn.naming import name_modules
@@ -31,7 +31,7 @@ if not TYPE_CHECKING:  # a checker would take any name for one of ours
             "RotaryPositionEmbedding": "tejit.nn.attention",
             "TransformerLayer": "tejit.nn.transformer",
             "name_modules": "tejit.nn.naming",
-            "plain_state_dict": "tejit.nn.delayed_state",
+            "plain_state_dict": "tejit.nn.delayed_buffers",
         },
     )
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from tejit import compat
 from tejit.kernels import fp8
 from tejit.nn import provenance, weights
+from tejit.nn.delayed_buffers import ALL, GRAD_HISTORY, GRAD_SCALE, HISTORY, PREVIOUS, ROWS, SCALE, STORED, fresh_state
 from tejit.nn.products import NO_STATE, State
 from tejit.recipe import (
     DelayedBuffers,
@@ -30,21 +31,7 @@ from tejit.recipe import (
     observed_recipe,
 )
 from tejit.recipe.model_init import current_model_init
-from tejit.tensor import QuantizedTensor
 from tejit.tensor.attached import carry
-
-SCALE = "_delayed_scale"
-HISTORY = "_delayed_amax_history"
-GRAD_SCALE = "_delayed_grad_scale"
-GRAD_HISTORY = "_delayed_grad_amax_history"
-#: The scale before the last roll, for a recomputation after it. Means nothing between steps, so it is not stored.
-PREVIOUS = "_delayed_previous_scale"
-#: The buffers that are state, hence keys of a state dict.
-STORED = (SCALE, HISTORY, GRAD_SCALE, GRAD_HISTORY)
-ALL = (*STORED, PREVIOUS)
-#: Rows of a history: what any recipe up to this length can use at any time.
-ROWS = 1024
-
 
 Self = TypeVar("Self", bound="Delayed")
 
@@ -56,7 +43,7 @@ class Delayed(nn.Module):
     ``_delayed_amax_history`` ``(1024, 2 * products)``, and ``_delayed_grad_scale``, ``_delayed_grad_amax_history``
     with ``products`` columns. A recipe with a shorter history uses the first rows. They are keys of the state dict
     where the module was built under ``DelayedScaling`` (or :meth:`keep_delayed_state` was called), else from the first
-    step under it. Loading takes them present or absent, which means fresh state; see :func:`plain_state_dict`.
+    step under it. Loading takes them present or absent, which means fresh state; see :func:`tejit.plain_state_dict`.
 
     The state is fresh wherever nobody loaded it, whoever gave the buffers their memory (:meth:`_adopt`).
 
@@ -75,7 +62,7 @@ class Delayed(nn.Module):
         rules = delayed_rules(current_recipe()) + delayed_rules(None if asked is None else asked.recipe)
         # A module on meta has a state with values: nobody else could give the buffers theirs. It moves with the module.
         place = torch.device("cpu") if device.type == "meta" else device
-        fresh = _fresh(self._products, max([ROWS, *[rule.length for rule in rules]]), place)
+        fresh = fresh_state(self._products, max([ROWS, *[rule.length for rule in rules]]), place)
         for name, tensor in fresh.items():
             self.register_buffer(name, tensor, persistent=False)
         self._delayed = self._new_state(place, stored=bool(rules))
@@ -175,7 +162,7 @@ class Delayed(nn.Module):
             keeps = keeps and provenance.is_state(scale, history, slots, strict)
         device = next((t.device for t in given if t is not None and not t.is_meta), torch.device("cpu"))
         rows = max([ROWS, *[old.shape[0] for old in (known[1],) if old is not None]])
-        fresh = _fresh(self._products, rows, device)
+        fresh = fresh_state(self._products, rows, device)
         for name, tensor in zip(names, given, strict=True):
             new = fresh[name]
             if keeps:
@@ -205,7 +192,7 @@ class Delayed(nn.Module):
                 state.move(device)
             return
         with torch.inference_mode(False):
-            fresh = _fresh(self._products, self._delayed_amax_history.shape[0], device)
+            fresh = fresh_state(self._products, self._delayed_amax_history.shape[0], device)
             for name, value in fresh.items():
                 old = self._buffers[name]
                 assert old is not None
@@ -309,7 +296,7 @@ class Delayed(nn.Module):
                 if now is not old:
                     self._buffers[name] = self._converted_state(name, old, now)
                 elif place is not None and id(old) in waiting and place.type != "meta":
-                    self._buffers[name] = _carried(old, _fresh(self._products, old.shape[0], place)[name])
+                    self._buffers[name] = _carried(old, fresh_state(self._products, old.shape[0], place)[name])
             if before:
                 self._know(self._delayed)
                 if self._delayed.anchor.device != self._delayed_scale.device:
@@ -384,7 +371,7 @@ class Delayed(nn.Module):
         device = self._delayed_scale.device
         if device.type == "meta":
             device = next((p.device for p in self._parameters.values() if p is not None), device)
-        fresh = _fresh(self._products, self._delayed_amax_history.shape[0], device)
+        fresh = fresh_state(self._products, self._delayed_amax_history.shape[0], device)
         for name in (*names, PREVIOUS):
             self._set(name, fresh[name])
 
@@ -415,7 +402,7 @@ class Delayed(nn.Module):
             )
         else:
             if value.is_meta and not mine.is_meta:  # saved by a module without memory: no values
-                value = _fresh(self._products, value.shape[0], mine.device)[name]
+                value = fresh_state(self._products, value.shape[0], mine.device)[name]
             if is_history:
                 self._make_rows(value.shape[0])
                 value = torch.cat([value, value.new_zeros(max(0, mine.shape[0] - value.shape[0]), value.shape[1])])
@@ -437,21 +424,6 @@ def _carried(old: Tensor, new: Tensor) -> Tensor:
     return new
 
 
-def _fresh(products: int, rows: int, device: torch.device) -> dict[str, Tensor]:
-    """Buffers of a module that never ran: scales of 1, nothing seen."""
-
-    def filled(value: float, *shape: int) -> Tensor:
-        return torch.full(shape, value, dtype=torch.float32, device=device)
-
-    return {
-        SCALE: filled(1.0, 2 * products),
-        HISTORY: filled(0.0, rows, 2 * products),
-        GRAD_SCALE: filled(1.0, products),
-        GRAD_HISTORY: filled(0.0, rows, products),
-        PREVIOUS: filled(1.0, 2 * products),
-    }
-
-
 def _buffers(module: Delayed | None) -> DelayedBuffers | None:
     if module is None:
         return None
@@ -462,21 +434,3 @@ def _buffers(module: Delayed | None) -> DelayedBuffers | None:
         grad_scale=module._delayed_grad_scale,
         grad_history=module._delayed_grad_amax_history,
     )
-
-
-def plain_state_dict(module: nn.Module) -> dict[str, Any]:
-    """``module.state_dict()`` in the form to give away: without the state of delayed scaling, and with plain tensors of
-    their nominal dtype in place of quantized ones. ``torch.nn`` modules of the same parameters load it strictly, and
-    what knows plain tensors only saves it (safetensors).
-
-    Tied entries stay one tensor. All else is as in ``state_dict()``: plain tensors share the module's memory.
-    """
-    state = module.state_dict()
-    made: dict[tuple[int, ...], Tensor] = {}  # a state dict has an alias of its own for each of several tied ones
-    for key, value in state.items():
-        if isinstance(value, QuantizedTensor):
-            buffers = tuple(id(buffer) for buffer in value._inner())
-            if buffers not in made:
-                made[buffers] = value.dequantize()
-            state[key] = made[buffers]
-    return {key: value for key, value in state.items() if key.rpartition(".")[2] not in STORED}

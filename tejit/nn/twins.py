@@ -16,7 +16,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
 
-from tejit.nn.delayed_state import PREVIOUS, STORED
+from tejit.nn.delayed_buffers import PREVIOUS, STORED
 from tejit.nn.linear import Linear
 from tejit.nn.linear_function import quantized_linear
 from tejit.nn.module import _OWN as OWN
