@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from . import cache, maintain, process, workspace
+from . import cache, interpreter, maintain, process, workspace
 from .cache import Entry, Found
 from .errors import CacheError, CompileError, TejitError, ToolchainError
 from .lock import BuildLock
@@ -261,6 +261,11 @@ def build(
     Raises:
         CacheDirError: TEJIT_CACHE_DIR is set and cannot take an entry.
     """
+    try:
+        interpreter.find()
+    except ToolchainError as error:
+        # Before any lock: whoever started this program for a build may hold it.
+        return {part.name: error for part, _ in missing}
     for _, miss in missing:
         for folder, reason in miss.damaged:
             say(f"the cache entry {folder} cannot be used ({reason}): it is built again", quiet=settings.quiet)

@@ -41,10 +41,10 @@ def main(
             return _warm(options.arch, source_root)
         return _cache(options, source_root)
     except TejitError as error:
-        print(f"tejit: {error}", file=sys.stderr)
+        say(str(error))
         return 1
     except ValueError as error:
-        print(f"tejit: {error}", file=sys.stderr)
+        say(str(error))
         return 2
 
 

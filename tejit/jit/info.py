@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from . import gpus, loader, maintain, toolchain
+from . import gpus, interpreter, loader, maintain, toolchain
 from .build import Toolchain
 from .cache import find
 from .errors import TejitError
@@ -77,6 +77,7 @@ def _gpus(settings: Settings) -> list[dict[str, Any]]:
 def _tools(settings: Settings) -> dict[str, Any]:
     nvcc = _try(lambda: toolchain.find_nvcc(settings))
     tools: dict[str, Any] = {
+        "interpreter": _try(interpreter.find),
         "host_compiler": _try(lambda: _compiler(toolchain.find_host_compiler(settings))),
         "nvcc": nvcc,
         "ninja": _try(toolchain.find_ninja),
@@ -97,7 +98,7 @@ def _missing(settings: Settings) -> list[str]:
     import torch
 
     tools = Toolchain(settings)
-    asks: list[Callable[[], Any]] = [tools.host, tools.ninja]
+    asks: list[Callable[[], Any]] = [interpreter.find, tools.host, tools.ninja]
     major = (torch.version.cuda or "").split(".")[0]
     if major:
         # Without a GPU one that every toolkit knows stands for all.

@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 
-from . import gpus
+from . import gpus, interpreter
 from .cache import Entry, find, move_aside
 from .errors import CacheDirError, CacheError, KernelNotCached, TejitError, ToolchainError
 from .messages import say, warn_once
@@ -63,10 +63,12 @@ def load(sources: str | None = None) -> None:
         ValueError: TEJIT_COMPILE, TEJIT_BACKEND or TEJIT_ARCH holds something unknown.
         CacheDirError: TEJIT_CACHE_DIR is set and cannot be used.
         KernelNotCached: TEJIT_COMPILE=never and there is no entry for the host part.
+        ToolchainError: a build has started this program, which it took for a Python interpreter.
     """
     with _state.lock:
         if _state.settings is not None:
             return
+        interpreter.refuse_inside_a_build()
         settings = read_settings()
         _state.sources = sources or default_root()
         if settings.backend == "torch":

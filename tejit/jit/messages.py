@@ -1,4 +1,8 @@
-"""What the builder says: progress on stderr, and warnings that are said once."""
+"""What the builder says: progress on stderr, and warnings that are said once. Nothing said here fails an import.
+
+stderr may be missing (pythonw), closed (daemons), or anything that a program put there: an object with `write` alone,
+one whose `write` raises, one that takes ASCII only.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +15,21 @@ _said_lock = threading.Lock()
 
 
 def say(text: str, *, quiet: bool = False) -> None:
-    """Write one line to stderr, unless `quiet` (TEJIT_QUIET) or there is no stderr."""
-    stream = sys.stderr
+    """Write one line to stderr, unless `quiet` (TEJIT_QUIET) or where stderr does not take it."""
+    stream = getattr(sys, "stderr", None)
     if quiet or stream is None:
         return
+    line = f"tejit: {text}\n"
     try:
-        stream.write(f"tejit: {text}\n")
-        stream.flush()
-    except (OSError, ValueError):
-        # A closed stderr (daemons) must not turn progress into a failure.
+        try:
+            stream.write(line)
+        except UnicodeEncodeError:
+            stream.write(line.encode("ascii", "backslashreplace").decode("ascii"))
+        flush = getattr(stream, "flush", None)
+        if flush is not None:
+            flush()
+    except Exception:
+        # Whatever this stream raises: progress is no reason for a failure.
         return
 
 
@@ -32,8 +42,8 @@ def warn_once(text: str) -> None:
     try:
         # The line that imports tejit says nothing about the cause: the package's name stands in its place.
         warnings.warn_explicit(text, RuntimeWarning, filename="tejit", lineno=1)
-    except RuntimeWarning:
-        # Under `-W error` a warning would become the failure of `import tejit`, which never fails for this.
+    except Exception:
+        # Under `-W error` the warning itself; else what the stream or the program's own `showwarning` raised.
         say(text)
 
 

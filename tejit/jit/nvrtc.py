@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from . import interpreter
 from .errors import ToolchainError
 from .parts import Part
 from .settings import cc_of
@@ -41,8 +42,9 @@ def find_nvrtc(torch_cuda: str) -> Nvrtc:
     try:
         from cuda.bindings import nvrtc
 
-        status, major, minor = nvrtc.nvrtcVersion()
-        listed, archs = nvrtc.nvrtcGetSupportedArchs()
+        with interpreter.for_libraries():
+            status, major, minor = nvrtc.nvrtcVersion()
+            listed, archs = nvrtc.nvrtcGetSupportedArchs()
         if int(status) or int(listed):
             raise RuntimeError(f"it answers {status}")
     except Exception as error:
@@ -92,7 +94,8 @@ def _header_folders() -> Sequence[str]:
     try:
         from cuda.pathfinder import find_nvidia_header_directory
 
-        folders = [find_nvidia_header_directory(name) for name in ("cudart", "cccl")]
+        with interpreter.for_libraries():
+            folders = [find_nvidia_header_directory(name) for name in ("cudart", "cccl")]
     except Exception:
         # cuda-pathfinder missing or too old for this function: the places below are left.
         pass

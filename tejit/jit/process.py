@@ -7,17 +7,20 @@ import signal
 import subprocess
 import time
 
+from . import interpreter
+
 
 def start(command: list[str], folder: str, log: str, env: dict[str, str]) -> subprocess.Popen[bytes]:
     """Start a child that leads a new session, with its output in `log`.
 
-    Its standard input is a pipe that nobody writes to: it ends with this process, and the child sees that.
+    Neither it nor what it starts builds anything of its own (`interpreter.MARKER`). Its standard input is a pipe
+    that nobody writes to: it ends with this process, and the child sees that.
     """
     with open(log, "ab") as out:
         return subprocess.Popen(
             command,
             cwd=folder,
-            env=env,
+            env={**env, interpreter.MARKER: str(os.getpid())},
             stdin=subprocess.PIPE,
             stdout=out,
             stderr=subprocess.STDOUT,

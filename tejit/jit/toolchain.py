@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from . import interpreter
 from .errors import ToolchainError
 from .settings import Settings
 
@@ -238,7 +239,8 @@ def _packaged_nvcc() -> str | None:
     try:
         from cuda.pathfinder import find_nvidia_binary_utility
 
-        return find_nvidia_binary_utility("nvcc")
+        with interpreter.for_libraries():
+            return find_nvidia_binary_utility("nvcc")
     except Exception:
         # cuda-pathfinder missing, too old for this function, at odds with the environment: others follow.
         return None

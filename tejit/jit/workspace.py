@@ -12,7 +12,7 @@ import sys
 from collections.abc import Collection
 from typing import Any
 
-from . import cache, leftovers
+from . import cache, interpreter, leftovers
 from .cache import Entry
 from .errors import CacheError, CompileError, TejitError, ToolchainError
 from .nvrtc import options
@@ -50,11 +50,6 @@ class Workspace:
         self._source = os.path.join(self.folder, "src")
 
     def _open(self) -> None:
-        if not sys.executable:
-            raise ToolchainError(
-                "sys.executable is empty: without a Python interpreter nothing can be built",
-                "fill the cache beforehand with `python -m tejit warm`",
-            )
         for name in ("out", "bin", "lib", "tmp"):
             os.mkdir(os.path.join(self.folder, name), 0o700)
         self.part.sources.write_to(self._source)
@@ -71,7 +66,7 @@ class Workspace:
         path = os.path.join(self.folder, "request.json")
         with open(path, "w", encoding="utf-8") as file:
             json.dump(request, file)
-        return [sys.executable, "-I", "-X", "utf8", CHILD, path]
+        return [interpreter.find(), "-I", "-X", "utf8", CHILD, path]
 
     def fill_nvrtc(self) -> tuple[list[str], dict[str, str]]:
         """Write everything the child needs to run NVRTC; return its command and environment."""
