@@ -1,4 +1,5 @@
 // The kernels of FP8 with one scale a tensor, by the plain names that the host asks for.
+#include "common/find.cuh"
 #include "fp8/amax.cuh"
 #include "fp8/cast.cuh"
 #include "fp8/transpose.cuh"
@@ -59,3 +60,5 @@ extern "C" __global__ void tejit_fp8_scale(const __grid_constant__ tejit::fp8::S
   X(tejit_fp8_cast_bf16)          \
   X(tejit_fp8_cast_transpose_any) \
   X(tejit_fp8_cast_transpose_bf16)
+
+TEJIT_FIND(fp8, TEJIT_FP8_KERNELS)

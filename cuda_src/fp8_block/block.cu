@@ -1,4 +1,5 @@
 // The kernels of FP8 in blocks of 128, by the plain names that the host asks for.
+#include "common/find.cuh"
 #include "fp8_block/quantize.cuh"
 
 #define TEJIT_FP8_BLOCK(NAME, T, BYTES, DIM, SHAPE, TRANSPOSE)                                    \
@@ -20,3 +21,4 @@
   X(tejit_fp8_block_2d_transpose_bf16, BF16, 2, 2, TransposeShape, true)
 
 TEJIT_FP8_BLOCK_EVERY(TEJIT_FP8_BLOCK)
+TEJIT_FIND(fp8_block, TEJIT_FP8_BLOCK_EVERY)

@@ -11,58 +11,11 @@
 #include "fp8/ops.h"
 #include "fp8_block/ops.h"
 #include "fused/launch.h"
+#include "fused/plain.h"
 #include "mxfp8/ops.h"
 
 namespace tejit {
 namespace fused {
-
-using Four = std::tuple<Tensor, Tensor, Tensor, Tensor>;
-
-// What comes out of a fused op; the numbers are those of FORMATS in Python.
-enum Format { kCurrent = 0, kDelayed = 1, kBlocks = 2, kMxfp8 = 3 };
-
-// How the output is to be quantized.
-struct Cast {
-  const char* op;
-  std::int64_t format, fp8;
-  bool rowwise, columnwise;
-  bool flag;  // FP8: scales are powers of two; MXFP8: scales in the order of the GEMM
-  double floor;
-  const MaybeTensor& scale;  // of delayed scaling, else none
-  const MaybeTensor& amax;
-};
-
-inline void check_cast(const Cast& cast) {
-  if (cast.format < kCurrent || cast.format > kMxfp8)
-    fail(cast.op, ": format is ", cast.format,
-         ", but 0 (current), 1 (delayed), 2 (blocks) or 3 (MXFP8) is needed");
-  if ((cast.format == kDelayed) != (cast.scale && cast.amax))
-    fail(cast.op, ": format ", cast.format, " needs scale and amax ",
-         cast.format == kDelayed ? "both" : "not to be given", "; they belong to delayed scaling (1)");
-}
-
-// Quantizes what was written to memory.
-template <bool kCuda>
-inline Four quantize_plain(const Tensor& y, const Cast& cast) {
-  const auto ordered = [](fp8::Three three, const Device& device) -> Four {
-    return {std::get<0>(three), std::get<2>(three), std::get<1>(three), empty_floats(0, device)};
-  };
-  const Device device = device_of(y);
-  if (cast.format == kCurrent) {
-    const auto run = kCuda ? fp8::quantize_cuda : fp8::quantize_cpu;
-    return ordered(run(y, cast.fp8, cast.rowwise, cast.columnwise, cast.flag, cast.floor, {}), device);
-  }
-  if (cast.format == kDelayed) {
-    const auto run = kCuda ? fp8::quantize_delayed_cuda : fp8::quantize_delayed_cpu;
-    return ordered(run(y, cast.fp8, cast.rowwise, cast.columnwise, *cast.scale, *cast.amax), device);
-  }
-  if (cast.format == kBlocks) {
-    const auto run = kCuda ? fp8_block::quantize_cuda : fp8_block::quantize_cpu;
-    return run(y, cast.fp8, 1, cast.rowwise, cast.columnwise, cast.flag, cast.floor);
-  }
-  const auto run = kCuda ? mxfp8::quantize_cuda : mxfp8::quantize_cpu;
-  return run(y, cast.fp8, cast.rowwise, cast.columnwise, false, cast.flag);
-}
 
 // Of a matrix: rows, columns.
 inline Matrix checked_matrix(const char* op, const Tensor& x) {

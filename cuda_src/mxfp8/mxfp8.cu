@@ -1,4 +1,5 @@
 // The kernels of MXFP8, by the plain names that the host asks for.
+#include "common/find.cuh"
 #include "mxfp8/quantize.cuh"
 
 #define TEJIT_MXFP8(NAME, T, SHAPE)                                               \
@@ -14,3 +15,4 @@
   X(tejit_mxfp8_any, Words, AnyShape)
 
 TEJIT_MXFP8_EVERY(TEJIT_MXFP8)
+TEJIT_FIND(mxfp8, TEJIT_MXFP8_EVERY)

@@ -1,4 +1,5 @@
 // The kernels of NVFP4, by the plain names that the host asks for.
+#include "common/find.cuh"
 #include "nvfp4/amax.cuh"
 #include "nvfp4/any.cuh"
 #include "nvfp4/row.cuh"
@@ -25,3 +26,4 @@
   X(tejit_nvfp4_cast_any, cast_any, AnyShape, CastArgs)
 
 TEJIT_NVFP4_KERNELS(TEJIT_NVFP4_KERNEL)
+TEJIT_FIND(nvfp4, TEJIT_NVFP4_KERNELS)

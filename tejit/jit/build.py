@@ -158,7 +158,8 @@ class Task:
                 "toolkit": device.version if device else None,
                 "compiler": str(compiler),
             }
-            self._fill = lambda space: space.fill(compiler, device, ninja)
+            jobs = build.units_at_once()
+            self._fill = lambda space: space.fill(compiler, device, ninja, jobs)
         self._started = time.monotonic()
         say(
             f"building kernels for {part.label} with {with_what} (first use here, usually 3-15 s) ...",
@@ -249,6 +250,11 @@ class Build:
         self.root = root
         self.avoid = avoid
         self.tools = Toolchain(settings)
+        self.parts_at_once = 1
+
+    def units_at_once(self) -> int:
+        """Units of one part that are compiled side by side, beside those of the other parts."""
+        return max(1, job_limit(self.settings) // self.parts_at_once)
 
 
 def build(
@@ -274,7 +280,7 @@ def build(
         warn_once(note)
     run = Build(settings, root, avoid)
     tasks = [Task(part, run) for part, _ in missing]
-    limit = job_limit(settings, len(tasks))
+    limit = run.parts_at_once = job_limit(settings, len(tasks))
     try:
         while any(task.result is None for task in tasks):
             for task in tasks:
@@ -320,9 +326,11 @@ def _pause(tasks: Sequence[Task]) -> None:
             os.close(descriptor)
 
 
-def job_limit(settings: Settings, units: int) -> int:
+def job_limit(settings: Settings, units: int | None = None) -> int:
     """Units compiled at once, at least 1: the least of cores by affinity, MAX_JOBS, memory / 2 GB, units."""
-    limits = [len(os.sched_getaffinity(0)), units]
+    limits = [len(os.sched_getaffinity(0))]
+    if units is not None:
+        limits.append(units)
     memory = workspace.free_memory()
     if memory is not None:
         limits.append(memory // (2 << 30))

@@ -34,6 +34,26 @@ class SourceSet(NamedTuple):
     files: tuple[tuple[str, bytes], ...]
     foreign: tuple[str, ...] = ()  # what they include from elsewhere
 
+    def split(self, most: int) -> list[str]:
+        """The text of at most `most` units that together are this one.
+
+        A unit that includes other `.cpp` or `.cu` files is nothing but them, the longest first.
+        """
+        pieces = [name for name in self._included_by_unit() if name.endswith((".cpp", ".cu"))]
+        count = min(most, len(pieces))
+        if count < 2:
+            return [f'#include "{self.unit}"\n']
+        units = [""] * count
+        for place, name in enumerate(pieces):
+            # Forth and back, so that whoever has the longest has the shortest too.
+            lap, step = divmod(place, count)
+            units[count - 1 - step if lap % 2 else step] += f'#include "{name}"\n'
+        return units
+
+    def _included_by_unit(self) -> list[str]:
+        text = next((data for name, data in self.files if name == self.unit), b"")
+        return [match[1].decode("utf-8", "replace") for match in _INCLUDE.finditer(text)]
+
     @property
     def digest(self) -> str:
         """Hash over names and contents, independent of where the sources lie."""

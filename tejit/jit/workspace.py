@@ -54,12 +54,12 @@ class Workspace:
             os.mkdir(os.path.join(self.folder, name), 0o700)
         self.part.sources.write_to(self._source)
 
-    def _command(self, builder: str, **details: Any) -> list[str]:
+    def _command(self, builder: str, units: list[str], **details: Any) -> list[str]:
         request = {
             "builder": builder,
             "folder": self.folder,
             "built": self.built,
-            "unit": f'#include "{self.part.sources.unit}"\n',
+            "units": units,
             "sys_path": [path for path in sys.path if path],
             **details,
         }
@@ -72,19 +72,24 @@ class Workspace:
         """Write everything the child needs to run NVRTC; return its command and environment."""
         self._open()
         self.built = os.path.splitext(self.built)[0] + ".cubin"
-        return self._command("nvrtc", options=options(self.part, self._source)), clean_environment()
+        command = self._command("nvrtc", self.part.sources.split(1), options=options(self.part, self._source))
+        return command, clean_environment()
 
-    def fill(self, compiler: Compiler, nvcc: Nvcc | None, ninja: str) -> tuple[list[str], dict[str, str]]:
-        """Write everything the child needs to run `load_inline`; return its command and environment."""
+    def fill(
+        self, compiler: Compiler, nvcc: Nvcc | None, ninja: str, jobs: int = 1
+    ) -> tuple[list[str], dict[str, str]]:
+        """Write everything the child needs to compile up to `jobs` units; return its command and environment."""
         self._open()
-        ldflags = ["-Wl,--as-needed", "-s"]
+        units = self.part.sources.split(jobs)
+        # What stays undefined is an error of the linker, for the child does not load what it has built.
+        ldflags = ["-Wl,--as-needed", "-Wl,-z,defs", "-s", "-ldl"]
         env = clean_environment()
         env.update(
             PATH=os.pathsep.join([ninja, env.get("PATH", os.defpath)]),
             CXX=self._wrapper("cxx", compiler.command),
             # Temporary files of a killed compiler go with this directory.
             TMPDIR=os.path.join(self.folder, "tmp"),
-            MAX_JOBS="1",
+            MAX_JOBS=str(len(units)),
             OMP_NUM_THREADS="1",
             CUDA_VISIBLE_DEVICES="",
             TORCH_NO_COMPILER_WRAPPER="1",
@@ -101,6 +106,7 @@ class Workspace:
             ldflags += self._cudart(nvcc)
         command = self._command(
             "nvcc" if nvcc else "c++",
+            units,
             name=f"tejit_{self.part.name}",
             cflags=[] if nvcc else list(self.part.flags),
             cuda_cflags=cuda_flags,
