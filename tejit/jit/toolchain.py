@@ -282,7 +282,9 @@ def check_nvcc(nvcc: Nvcc, torch_cuda: str, arch: str) -> None:
 
 def pip_line(torch_cuda: str) -> str:
     """The line that installs a complete toolkit for this torch."""
-    return f'pip install "cuda-toolkit[nvcc,cccl]=={".".join(torch_cuda.split(".")[:2])}.*"'
+    # nvcc's package takes any version of its own parts, nvvm and crt: the toolkit's extras hold them to nvcc's.
+    version = ".".join(torch_cuda.split(".")[:2])
+    return f'pip install "cuda-toolkit[nvcc,cccl]=={version}.*" "cuda-toolkit[nvvm,crt]"'
 
 
 def find_static_cudart(nvcc: Nvcc) -> tuple[str | None, str | None]:
