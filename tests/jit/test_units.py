@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -194,3 +195,14 @@ def test_the_real_parts_in_many_units_load_and_have_every_kernel(cache_dir: Path
         check=False,
     )
     assert loaded.stdout == "True tensor(1024.)\n", loaded.stderr
+
+
+def test_every_file_of_kernels_is_asked_for_a_kernel() -> None:
+    """`common/part.cu` names what each file defines, so that no kernel is there and cannot be had."""
+    listed = re.search(r"#define TEJIT_FILES\(X\)((?:[^\n]*\\\n)*[^\n]*)", (SOURCES / "common" / "part.cu").read_text())
+    assert listed is not None
+    texts = [path.read_text() for path in SOURCES.rglob("*.cu")]
+    defined = [name for text in texts for name in re.findall(r"^TEJIT_FIND\((\w+),", text, re.MULTILINE)]
+    assert sorted(re.findall(r"X\((\w+)\)", listed[1])) == sorted(defined)
+    with_kernels = [text for text in texts if "__global__" in text or "TEJIT_FUSED_KERNEL)" in text]
+    assert len(with_kernels) == len(defined)
