@@ -15,12 +15,14 @@ import sys
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch._functorch import pyfunctorch as _functorch
 from torch._library import opaque_object as _opaque
 from torch.autograd import forward_ad
+from torch.fx import _symbolic_trace as _fx_tracing
+from torch.fx.proxy import Proxy as _Proxy
 
 # Python 3.14 evaluates annotations when they are asked for, and can be asked not to.
 try:
@@ -40,6 +42,7 @@ _any_autocast = torch._C._is_any_autocast_enabled
 _any_transform = torch._C._are_functorch_transforms_active
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _backward_number = torch._C._current_graph_task_id
+_jit_tracing_state = torch._C._get_tracing_state
 
 _major, _minor = torch.__version__.split(".")[:2]
 TORCH_VERSION = (int(_major), int(_minor))
@@ -282,14 +285,101 @@ def autocast_enabled(kind: str) -> bool:
 
 def plainly_eager() -> bool:
     """Whether nothing of torch's changes what a call means: no ``torch.autocast`` for any kind of device, no backward
-    pass that this thread runs inside, no forward-mode differentiation, no transform of functions, no dispatch mode."""
+    pass that this thread runs inside, no forward-mode differentiation, no transform of functions, no dispatch mode, no
+    ``torch.jit.trace``."""
     return (
         forward_ad._current_level < 0
         and _backward_number() == -1
         and not _any_autocast()
         and not _any_transform()
         and _dispatch_modes() == 0
+        and _jit_tracing_state() is None
     )
+
+
+def jit_is_tracing() -> bool:
+    """Whether this thread runs inside ``torch.jit.trace``, which records operations of C++ and none of Python."""
+    return _jit_tracing_state() is not None
+
+
+def refuse_jit(what: str) -> NoReturn:
+    """Raises ``RuntimeError``: ``torch.jit`` cannot record ``what``. Names the ways that can."""
+    raise RuntimeError(
+        f"torch.jit.trace and torch.jit.script cannot record {what}. Use torch.compile or torch.export (for ONNX,"
+        " torch.onnx.export(..., dynamo=True))"
+    )
+
+
+def refuse_jit_tracing(what: str) -> None:
+    """Raises ``RuntimeError`` inside of ``torch.jit.trace``, which would stop at an assertion of its own."""
+    if not torch.compiler.is_compiling() and jit_is_tracing():
+        refuse_jit(what)
+
+
+def refuse_layouts(x: torch.Tensor, weight: torch.Tensor | None = None) -> None:
+    """Raises ``TypeError`` where input or weight of a quantized product is no tensor of rows of numbers."""
+    for what, tensor in (("input", x), ("weight", weight)):
+        if tensor is not None and _is_of_another_kind(tensor):
+            way = _instead(tensor)
+            if tensor.layout is torch.jagged:
+                way = (
+                    "one without gaps between its parts (contiguous()) and with the features, of one size, as its last"
+                    " dimension; or its values()"
+                )
+            raise TypeError(f"the {what} is {_kind(tensor)}, which no quantized product takes; use {way}")
+
+
+def refuse_to_quantize(x: torch.Tensor) -> None:
+    """Raises ``TypeError`` for a tensor that no format can hold: nested, sparse, or quantized by torch."""
+    if _is_of_another_kind(x):
+        raise TypeError(f"cannot quantize {_kind(x)}; use {_instead(x)}")
+
+
+def _is_of_another_kind(x: torch.Tensor) -> bool:
+    return x.layout is not torch.strided or x.is_nested or x.is_quantized
+
+
+def _kind(x: torch.Tensor) -> str:
+    if x.is_nested:
+        return f"a nested tensor of layout {x.layout}"
+    return f"a tensor quantized by torch ({x.dtype})" if x.is_quantized else f"a tensor of layout {x.layout}"
+
+
+def _instead(x: torch.Tensor) -> str:
+    """What takes the place of a tensor of another kind."""
+    if x.layout is torch.jagged:
+        return "its values(), and keep its offsets()"
+    if x.is_nested:
+        return "one of layout=torch.jagged, or its parts one by one (unbind())"
+    return "x.dequantize()" if x.is_quantized else "x.to_dense()"
+
+
+def is_proxy(value: Any) -> bool:
+    """Whether this stands for a value that a tracer of ``torch.fx`` follows."""
+    return isinstance(value, _Proxy)
+
+
+def fx_is_tracing() -> bool:
+    """Whether a tracer of ``torch.fx`` may be at work; until torch 2.13 one of another thread counts too."""
+    if hasattr(_fx_tracing, "_get_is_fx_tracing"):  # torch's public question logs a warning
+        return _fx_tracing._get_is_fx_tracing()
+    return _fx_tracing._is_fx_tracing_flag
+
+
+def symbolic_tracer() -> Any:
+    """The tracer of ``torch.fx`` that follows what this thread calls; None where there is none, or where it records the
+    operations that reach the dispatcher (``make_fx``, ``torch.export``), which loses nothing."""
+    if not fx_is_tracing():
+        return None
+    code = _fx_tracing.Tracer.trace.__code__
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is code:
+            tracer = frame.f_locals.get("self")
+            below = sys.modules.get("torch.fx.experimental.proxy_tensor")
+            return None if below is not None and isinstance(tracer, below.PythonKeyTracer) else tracer
+        frame = frame.f_back
+    return None
 
 
 def in_backward() -> bool:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tejit.nn import provenance
+from tejit.nn import inputs, provenance
 from tejit.nn.arguments import checked_eps, one_of
 from tejit.nn.linear import Linear
 from tejit.nn.module import checked_dtype
@@ -132,7 +132,8 @@ class MultiheadAttention(Named, nn.Module):
     def forward(
         self, hidden_states: Tensor, *, rotary_pos_emb: Tensor | None = None, is_first_microbatch: bool | None = None
     ) -> Tensor | tuple[Tensor, ...]:
-        """``(batch, sequence, hidden_size)`` to the same; then, as asked for, the bias and the norm's output.
+        """``(batch, sequence, hidden_size)`` to the same; then, as asked for, the bias and the norm's output. A jagged
+        nested tensor gives one, each sequence by itself.
 
         Args:
             hidden_states: the input.
@@ -140,6 +141,16 @@ class MultiheadAttention(Named, nn.Module):
                 kv_channels)``, as ``RotaryPositionEmbedding`` makes them.
             is_first_microbatch: as in ``Linear.forward``.
         """
+        other = inputs.other_forward(
+            MultiheadAttention.forward,
+            self,
+            hidden_states,
+            rotary_pos_emb=rotary_pos_emb,
+            is_first_microbatch=is_first_microbatch,
+            quantizes=False,
+        )
+        if other is not inputs.PLAIN:
+            return other
         if hidden_states.dim() != 3:
             raise ValueError(
                 f"the input has shape {tuple(hidden_states.shape)}; it must be (batch, sequence, hidden_size)"
@@ -151,6 +162,18 @@ class MultiheadAttention(Named, nn.Module):
                 qkv, *norm_output = qkv
         else:
             qkv = self.qkv(hidden_states, is_first_microbatch)
+        if qkv.layout is torch.jagged:
+            # Sequence by sequence: torch's attention of nested tensors has no form on the CPU.
+            parts = [self._attended(part[None], rotary_pos_emb).squeeze(0) for part in qkv.unbind()]
+            context = inputs.nested_like(qkv, torch.cat(parts))
+        else:
+            context = self._attended(qkv, rotary_pos_emb)
+        projected = self.proj(context, is_first_microbatch)
+        found = (*(projected if self.return_bias else (projected,)), *norm_output)
+        return found if len(found) > 1 else found[0]
+
+    def _attended(self, qkv: Tensor, rotary_pos_emb: Tensor | None) -> Tensor:
+        """``(batch, sequence, heads * kv_channels)`` of queries, keys and values side by side."""
         heads = qkv.unflatten(-1, (-1, self.kv_channels))
         q, k, v = heads.split((self.num_attention_heads, self.num_gqa_groups, self.num_gqa_groups), 2)
         if rotary_pos_emb is not None:
@@ -164,9 +187,7 @@ class MultiheadAttention(Named, nn.Module):
             is_causal=self.attn_mask_type == "causal",
             enable_gqa=self.num_gqa_groups != self.num_attention_heads,
         )
-        projected = self.proj(context.transpose(1, 2).flatten(2), is_first_microbatch)
-        found = (*(projected if self.return_bias else (projected,)), *norm_output)
-        return found if len(found) > 1 else found[0]
+        return context.transpose(1, 2).flatten(2)
 
     def backward_dw(self) -> None:
         """Compute the gradients that backward put off (``delay_wgrad_compute``), of both projections."""
@@ -174,7 +195,7 @@ class MultiheadAttention(Named, nn.Module):
         self.proj.backward_dw()
 
 
-class RotaryPositionEmbedding(nn.Module):
+class RotaryPositionEmbedding(inputs.Whole, nn.Module):
     """The angles of rotary position embeddings (Su et al. 2021).
 
     Args:
@@ -228,6 +249,9 @@ class RotaryPositionEmbedding(nn.Module):
 
     def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
         """The angles of positions ``offset`` to ``offset + max_seq_len - 1``: ``(max_seq_len, 1, 1, dim)`` float32."""
+        other = inputs.other_forward(RotaryPositionEmbedding.forward, self, max_seq_len, offset, quantizes=False)
+        if other is not inputs.PLAIN:
+            return other
         # The buffer says where; its values are computed again, since loaders of models replace buffers that no file has
         # by memory as it is found.
         device = self.inv_freq.device

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tejit.nn import init
+from tejit import compat
+from tejit.nn import init, inputs
 from tejit.nn.grouped_function import quantized_grouped_linear
 from tejit.nn.module import QuantizedModule, checked_dtype
 from tejit.nn.normed_module import reset_linear
@@ -115,6 +116,9 @@ class GroupedLinear(QuantizedModule):
         Raises ``ValueError`` for splits of another number than ``num_gemms``, below 0 or of another sum, and what
         :class:`tejit.Linear` raises.
         """
+        other = inputs.other_forward(GroupedLinear.forward, self, x, m_splits, is_first_microbatch)
+        if other is not inputs.PLAIN:
+            return other
         self._check_splits(x, m_splits)
         splits = tuple(m_splits)
         all_weights = [getattr(self, name) for name in self._weights]
@@ -145,6 +149,7 @@ class GroupedLinear(QuantizedModule):
         return (out, all_biases) if self.return_bias else out
 
     def _check_splits(self, x: Tensor, m_splits: Sequence[int]) -> None:
+        compat.refuse_layouts(x)
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise ValueError(
                 f"the input has shape {tuple(x.shape)}; its last dimension must be in_features = {self.in_features}"

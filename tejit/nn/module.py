@@ -151,6 +151,7 @@ class QuantizedModule(KeepsWorkspace, Delayed, KeepsAttached, Named, nn.Module):
 
         A quantized weight stays as it is; its nominal dtype counts outside of ``torch.autocast``.
         """
+        compat.refuse_layouts(x, weight)
         if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
             raise ValueError(
                 f"the input has shape {tuple(x.shape)}; its last dimension must be {features} = {weight.shape[1]}"

@@ -6,10 +6,12 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from tejit.nn.inputs import Whole
+
 Root = TypeVar("Root", bound=nn.Module)
 
 
-class Named:
+class Named(Whole):
     """Mixin of tejit's modules: they have a ``name``, None until somebody gives one."""
 
     name: str | None = None

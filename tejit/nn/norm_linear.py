@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tejit.nn import init
+from tejit.nn import init, inputs
 from tejit.nn.module import checked_dtype, returned
 from tejit.nn.norm_linear_function import any_needs_grad, norm_linear
 from tejit.nn.normed_module import Init, NormedModule, reset_linear
@@ -102,6 +102,9 @@ class LayerNormLinear(NormedModule):
 
         ``is_first_microbatch`` is as in ``Linear.forward``.
         """
+        other = inputs.other_forward(LayerNormLinear.forward, self, x, is_first_microbatch)
+        if other is not inputs.PLAIN:
+            return other
         quantizers = self._quantizers()
         weight, own_bias = self.weight, self.bias
         bias = None if self.return_bias else own_bias

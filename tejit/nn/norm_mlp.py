@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tejit import compat
 from tejit.formats import IdentityQuantizer
-from tejit.nn import init, weights
+from tejit.nn import init, inputs, weights
 from tejit.nn.arguments import one_of
 from tejit.nn.fused import ACTIVATIONS, GATED, QUICK
 from tejit.nn.module import Product, checked_dtype, eligible, returned
@@ -131,6 +131,9 @@ class LayerNormMLP(NormedModule):
 
         ``is_first_microbatch`` is as in ``Linear.forward``.
         """
+        other = inputs.other_forward(LayerNormMLP.forward, self, x, is_first_microbatch)
+        if other is not inputs.PLAIN:
+            return other
         if self.checkpoint and torch.is_grad_enabled():
             run = torch.utils.checkpoint.checkpoint
             out, y = run(self._run, x, is_first_microbatch, use_reentrant=False)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tejit import compat
+from tejit.nn import inputs
 from tejit.nn.arguments import checked_eps
 from tejit.nn.module import checked_dtype
 from tejit.nn.naming import Named, checked_name
@@ -56,6 +57,10 @@ class LayerNorm(Named, nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """``input`` normalised over its last dimensions, those of ``normalized_shape``."""
+        through = not self.zero_centered_gamma
+        other = inputs.other_forward(LayerNorm.forward, self, input, quantizes=False, through=through)
+        if other is not inputs.PLAIN:
+            return other
         return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps, self.zero_centered_gamma)
 
 
@@ -101,6 +106,10 @@ class RMSNorm(Named, nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """``x`` normalised over its last dimensions, those of ``normalized_shape``."""
+        through = not self.zero_centered_gamma
+        other = inputs.other_forward(RMSNorm.forward, self, x, quantizes=False, through=through)
+        if other is not inputs.PLAIN:
+            return other
         return rms_norm(x, self.normalized_shape, self.weight, self.eps, self.zero_centered_gamma)
 
 

@@ -29,6 +29,12 @@ from tejit.tensor.quantizer import Inner
 #: ``(x, weight, bias)`` of a product to its output, and what to save of input and weight.
 Forward = Callable[[Tensor, Tensor, "Tensor | None"], tuple[Tensor, Inner, Inner]]
 
+# Bound once: each look-up through a module costs as much as some of the questions below.
+_gradients_are_on = torch.is_grad_enabled
+_plainly_eager = compat.plainly_eager
+_backend = backend.current
+_STRIDED = torch.strided
+
 
 class Ready:
     """The answers of a call: ``forward`` is the product that came of them, of a ``(rows, K)`` input.
@@ -53,7 +59,7 @@ class Ready:
         # What a graph takes with it. It lives as long as an output does, so nothing of this object's tensors is there.
         self.of_backward = product.plan, weight.shape[1], x.dtype
         self.switches = _switches(module)
-        self.weight, self.bias, self.x_shape = weight, bias, x.shape
+        self.weight, self.bias, self.x_shape, self.x_kind = weight, bias, x.shape, type(x)
         self.device, self.dtype = x.device, x.dtype
         # The weight may become another under the same name: its ``data`` assigned, swapped with a quantized tensor.
         self.kind, self.shape = type(weight), weight.shape
@@ -89,18 +95,23 @@ class Ready:
             asked.recipe is self.recipe
             and asked.group is None
             # Before any size is compared: those of a dispatch mode may be symbols, which keep what they are asked.
-            and compat.plainly_eager()
+            and _plainly_eager()
+            # No input that is handled otherwise (tejit.nn.inputs): nested, sparse, or what a tracer follows.
+            and type(x) is self.x_kind
+            and x.layout is _STRIDED
             and own.get("weight") is weight
             and (None if module.return_bias else own.get("bias", hiding)) is bias
             and "weight" not in hiding
             and "bias" not in hiding
             and first is self.first
-            and _switches(module) == self.switches
+            # As in _switches, without the cost of a call.
+            and (module.name, module.save_original_input, module.fuse_wgrad_accumulation, module.delay_wgrad_compute)
+            == self.switches
             # At least as many elements as a row has, which is 1 or more: no scalar, and not empty.
             and (x.shape == self.x_shape or (x.numel() >= shape[1] and x.shape[-1] == shape[1]))
             and x.dtype is self.dtype
             and x.device == self.device
-            and torch.is_grad_enabled() is self.grad
+            and _gradients_are_on() is self.grad
             and x.requires_grad is self.x_learns
             and weight.requires_grad is self.weight_learns
             and type(weight) is self.kind
@@ -109,7 +120,7 @@ class Ready:
             and weight.dtype is self.dtype
             and (bias is None or (bias.dtype is self.dtype and bias.requires_grad is self.bias_learns))
             and (self.memory is None or self._same_buffers(module))
-            and backend.current() == self.backend
+            and _backend() == self.backend
         )
 
     def _same_buffers(self, module: QuantizedModule) -> bool:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tejit.nn import inputs
 from tejit.nn.attention import MultiheadAttention, part
 from tejit.nn.module import checked_dtype
 from tejit.nn.naming import Named, checked_name
@@ -113,6 +114,16 @@ class TransformerLayer(Named, nn.Module):
     ) -> Tensor:
         """``(batch, sequence, hidden_size)`` to the same; the other arguments are as in
         ``MultiheadAttention.forward``."""
+        other = inputs.other_forward(
+            TransformerLayer.forward,
+            self,
+            hidden_states,
+            rotary_pos_emb=rotary_pos_emb,
+            is_first_microbatch=is_first_microbatch,
+            quantizes=False,
+        )
+        if other is not inputs.PLAIN:
+            return other
         attended = self.self_attention(
             hidden_states, rotary_pos_emb=rotary_pos_emb, is_first_microbatch=is_first_microbatch
         )

@@ -16,6 +16,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
 
+from tejit.nn import inputs
 from tejit.nn.delayed_buffers import PREVIOUS, STORED
 from tejit.nn.linear import Linear
 from tejit.nn.linear_function import quantized_linear
@@ -32,6 +33,9 @@ class TransposedLinear(Linear):
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         """``(..., in_features)`` to ``(..., out_features)``; ``is_first_microbatch`` as in ``Linear.forward``."""
+        other = inputs.other_forward(TransposedLinear.forward, self, x, is_first_microbatch)
+        if other is not inputs.PLAIN:
+            return other
         weight, quantizers = self.weight, self._quantizers()
         if quantizers is None:
             self._calibrate(x, weight.t())

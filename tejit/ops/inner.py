@@ -6,12 +6,23 @@ Quantizing into given tensors is ``Quantizer.update_quantized``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from tejit import compat
 from tejit.ops import library
 from tejit.tensor import Quantizer
+
+_WHAT = "an op that takes a quantizer"
+
+
+def _check(x: Any) -> None:
+    """Raises for what torch would refuse before the op is asked."""
+    compat.refuse_jit_tracing(_WHAT)
+    if isinstance(x, Tensor):
+        compat.refuse_to_quantize(x)
 
 
 def quantize(x: Tensor, q: Quantizer) -> list[Tensor]:
@@ -25,6 +36,7 @@ def quantize(x: Tensor, q: Quantizer) -> list[Tensor]:
         TypeError: ``x`` has another dtype, or ``q``'s class is not registered.
         ValueError: ``q`` has no usage, or its format cannot hold the shape.
     """
+    _check(x)
     return library.quantize_op(x, q)
 
 
@@ -39,6 +51,7 @@ def quantize_split(x: Tensor, sections: Sequence[int], quantizers: Sequence[Quan
     Returns:
         The inner tensors of each section.
     """
+    _check(x)
     flat = iter(library.quantize_split_op(x, list(sections), list(quantizers)))
     rest = tuple(x.shape[1:])
     groups = []
@@ -68,6 +81,7 @@ def dequantize(
 
     Raises ``ValueError`` where ``inner`` are not the inner tensors of such a tensor.
     """
+    compat.refuse_jit_tracing(_WHAT)
     return library.dequantize_op(list(inner), list(shape), q, dtype if nominal is None else nominal, dtype)
 
 
@@ -76,4 +90,5 @@ def fake_quantize(x: Tensor, q: Quantizer | None) -> Tensor:
 
     Differentiable: the gradient goes straight through.
     """
+    _check(x)
     return library.fake_quantize_op(x, q)

@@ -136,6 +136,12 @@ class autocast:
         return cast(Function, in_context)
 
     def __enter__(self) -> autocast:
+        if not torch.compiler.is_compiling() and compat.symbolic_tracer() is not None:
+            raise RuntimeError(
+                "tejit.autocast was entered inside what torch.fx traces, and the graph would lose it. Enter it around"
+                " the call of the traced module, have the tracer take the module that enters it for a leaf, or use"
+                " torch.compile or torch.export"
+            )
         state = _state.asked
         state.outer.append(_Outer(state.recipe, state.observing, state.group, state.running, state.backward))
         state.recipe, state.observing, state.group = self._recipe, self._observing, self._group

@@ -334,9 +334,12 @@ class Quantizer(metaclass=compat.ValueMeta):
 
     def _check_input(self, x: Tensor, dtype: torch.dtype | None) -> torch.dtype:
         if not isinstance(x, Tensor):
-            raise TypeError(f"cannot quantize a {type(x).__name__}; a torch.Tensor is needed")
-        if x.layout != torch.strided:
-            raise TypeError(f"cannot quantize a tensor of layout {x.layout}; use x.to_dense()")
+            way = ""
+            if compat.is_proxy(x):
+                way = ": tejit.ops.quantize and tejit.ops.fake_quantize take what torch.fx traces, or use torch.compile"
+            raise TypeError(f"cannot quantize a {type(x).__name__}; a torch.Tensor is needed{way}")
+        compat.refuse_to_quantize(x)
+        compat.refuse_jit_tracing("how a tensor is quantized")
         nominal = x.dtype if dtype is None else dtype
         for name, value in (("input", x.dtype), ("dtype", nominal)):
             if value not in HIGH_PRECISION_DTYPES:

@@ -69,6 +69,7 @@ class QuantizedTensorStorage:
 
         Raises ``RuntimeError`` where the buffers were given away.
         """
+        compat.refuse_jit_tracing("what a quantized tensor stands for")
         self._require_data()
         return self._dequantize(self._dtype if dtype is None else dtype)
 

@@ -457,3 +457,23 @@ def test_a_workspace_read_by_two_threads_under_two_recipes(device, monkeypatch) 
         for _ in range(3):
             assert torch.equal(module(x, is_first_microbatch=False), want)
     assert inside
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("device", DEVICES)
+def test_inputs_that_are_handled_otherwise_never_hold(device) -> None:
+    """Rows 84, 85 and 94: nested and sparse ones of the same size, a proxy, and whatever ``torch.jit.trace`` is after."""
+    module, x = layer(device), input_of(device)
+    with tejit.autocast(recipe=CURRENT), torch.no_grad():
+        want = module(x)
+        known = module._ready
+        nested = torch.nested.nested_tensor_from_jagged(x, torch.tensor([0, 3, 8], device=device))
+        for other in (nested, x.to_sparse(), torch.fx.Proxy(torch.fx.Graph().placeholder("x"))):
+            assert not known.holds(module, other, None)
+        assert torch.equal(module(nested).values(), want)
+        with pytest.raises(TypeError, match="sparse_coo"):
+            module(x.to_sparse())
+        assert known.holds(module, x, None)
+        with pytest.raises(RuntimeError, match=r"torch\.jit\.trace"):
+            torch.jit.trace(lambda x: module(x), x)
+        assert module._ready is known
