@@ -18,11 +18,13 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn, TypeVar
 
 import torch
+import torch.utils.checkpoint
 from torch._functorch import pyfunctorch as _functorch
 from torch._library import opaque_object as _opaque
 from torch.autograd import forward_ad
 from torch.fx import _symbolic_trace as _fx_tracing
 from torch.fx.proxy import Proxy as _Proxy
+from torch.utils import _python_dispatch
 
 # Python 3.14 evaluates annotations when they are asked for, and can be asked not to.
 try:
@@ -295,6 +297,23 @@ def plainly_eager() -> bool:
         and _dispatch_modes() == 0
         and _jit_tracing_state() is None
     )
+
+
+def in_selective_checkpoint() -> bool:
+    """Whether this thread runs a region under selective activation checkpointing, its forward or its recomputation,
+    and nothing else that sees each operation."""
+    if _dispatch_modes() == 0:
+        return False
+    modes = _python_dispatch._get_current_dispatch_mode_stack()
+    checkpointing = torch.utils.checkpoint
+    kinds = (checkpointing._CachingTorchDispatchMode, checkpointing._CachedTorchDispatchMode)
+    others = (getattr(mode, "_mode_key", None) for mode in modes)
+    return any(isinstance(mode, kinds) for mode in modes) and all(key is None for key in others)
+
+
+def without_dispatch_modes() -> contextlib.AbstractContextManager[object]:
+    """Context in which no dispatch mode sees the operations."""
+    return _python_dispatch._disable_current_modes()
 
 
 def jit_is_tracing() -> bool:

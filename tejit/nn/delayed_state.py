@@ -216,18 +216,20 @@ class Delayed(nn.Module):
         self._require_rows(rule)
         state = self._delayed
         compiling = torch.compiler.is_compiling()
-        scale, collects = self._delayed_scale, torch.is_grad_enabled()
+        scale, history, collects = self._delayed_scale, self._delayed_amax_history, torch.is_grad_enabled()
         if not compiling and compat.in_backward():
             # A recomputation: it needs the scale of the forward that it repeats, and its amax was collected then.
-            scale, collects = self._delayed_previous_scale if state.rolled else scale, False
+            scale, history = self._delayed_previous_scale if state.rolled else scale, state.aside(scale)
             state.roll_after_backward()
         else:
             collects = collects or (not compiling and compat.in_recomputed_region())
             if collects:
                 self._note_forward(rule)
+            else:
+                history = torch.zeros_like(scale).unsqueeze(0)
         return State(
             scale=scale,
-            history=self._delayed_amax_history if collects else torch.zeros_like(scale).unsqueeze(0),
+            history=history,
             grad_scale=self._delayed_grad_scale,
             grad_history=self._delayed_grad_amax_history,
             anchor=state.anchor if compiling and torch.is_grad_enabled() else None,

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tejit import compat
 from tejit.formats import IdentityQuantizer
 from tejit.kernels.gemm import Operand, gemm
 from tejit.kernels.padding import cut, padded
@@ -113,6 +114,11 @@ def _slot(plan: Plan, state: State | None, operand: int) -> tuple[Tensor, Tensor
         scale, history, at = state.scale, state.history, GRAD_OUTPUT * product + operand
     assert scale is not None
     assert history is not None
+    if not torch.compiler.is_compiling() and compat.in_selective_checkpoint():
+        # A policy that saves views would have a recomputation use those of the forward: of the scale, which has rolled
+        # since, and of the history, which would collect once more.
+        with compat.without_dispatch_modes():
+            return scale[at : at + 1], history[0, at : at + 1]
     return scale[at : at + 1], history[0, at : at + 1]
 
 

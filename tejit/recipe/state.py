@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from tejit import compat
 from tejit.kernels import fp8
@@ -98,6 +99,7 @@ class DelayedState:
     rolled = False
     queued = False
     owes_gradient = False
+    _aside: Tensor | None = None
 
     def __init__(self, buffers: Callable[[], DelayedBuffers | None], device: torch.device, stored: bool) -> None:
         self.number = next(_numbers)
@@ -114,6 +116,20 @@ class DelayedState:
             self.anchor = torch.zeros(0, dtype=torch.float32, device=device, requires_grad=True)
         me = weakref.ref(self)
         self.anchor.register_hook(lambda grad: _gradient_written(me()))
+
+    def aside(self, scale: Tensor) -> Tensor:
+        """A history ``(1, slots)`` for amax that nobody will read: of a recomputation, whose forward collected it.
+
+        It is kept, and no dispatch mode sees how it is made: selective activation checkpointing finds results of the
+        forward by the operations that led to them, so a recomputation may run no other ones.
+        """
+        if isinstance(scale, FakeTensor):
+            return torch.zeros_like(scale).unsqueeze(0)
+        kept = self._aside
+        if kept is None or kept.device != scale.device or kept.shape[1:] != scale.shape:
+            with compat.without_dispatch_modes(), torch.inference_mode(False):
+                kept = self._aside = torch.zeros((1, *scale.shape), dtype=scale.dtype, device=scale.device)
+        return kept
 
     def roll_traced(self) -> None:
         """Roll the forward slots as part of a graph."""

@@ -462,7 +462,7 @@ def test_a_workspace_read_by_two_threads_under_two_recipes(device, monkeypatch) 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("device", DEVICES)
 def test_inputs_that_are_handled_otherwise_never_hold(device) -> None:
-    """Rows 84, 85 and 94: nested and sparse ones of the same size, a proxy, and whatever ``torch.jit.trace`` is after."""
+    """Rows 84, 85 and 94: nested and sparse ones of the same size, a proxy, and any inside ``torch.jit.trace``."""
     module, x = layer(device), input_of(device)
     with tejit.autocast(recipe=CURRENT), torch.no_grad():
         want = module(x)
