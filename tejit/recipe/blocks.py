@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 
@@ -35,7 +35,7 @@ class Float8BlockScaling(Recipe):
     grad_block_scaling_dim: int = 1
     force_pow_2_scales: bool = True
     amax_epsilon: float = 0.0
-    _linear: LinearQuantizers = field(init=False, repr=False, compare=False)
+    _linear: ClassVar[LinearQuantizers]  # each instance has its own; no field, which asdict would show
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -81,7 +81,7 @@ class MXFP8BlockScaling(Recipe):
 
     fp8_format: Format = Format.E4M3
     enable_2d_quantization: bool = False
-    _linear: LinearQuantizers = field(init=False, repr=False, compare=False)
+    _linear: ClassVar[LinearQuantizers]  # each instance has its own; no field, which asdict would show
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -135,7 +135,7 @@ class NVFP4BlockScaling(Recipe):
     disable_2d_quantization: bool = False
     row_scaled_activation: bool = False
     four_over_six: str | None = None
-    _linear: LinearQuantizers = field(init=False, repr=False, compare=False)
+    _linear: ClassVar[LinearQuantizers]  # each instance has its own; no field, which asdict would show
 
     def __post_init__(self) -> None:
         super().__post_init__()

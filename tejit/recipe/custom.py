@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from tejit import compat
 from tejit.formats import IdentityQuantizer
@@ -56,8 +56,8 @@ class CustomRecipe(Recipe):
     """
 
     qfactory: Callable[[QuantizerRole], Quantizer | None]
-    _key: str = field(init=False, repr=False)
-    _made: _Made = field(init=False, repr=False)
+    _key: ClassVar[str]  # each instance has its own
+    _made: ClassVar[_Made]
 
     # eq=False alone would leave what the base compares: its own fields.
     __eq__ = object.__eq__

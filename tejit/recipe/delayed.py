@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 
@@ -51,7 +51,7 @@ class DelayedScaling(Recipe):
     amax_history_len: int = 1024
     amax_compute_algo: str = "max"
     reduce_amax: bool = True
-    _linear: LinearQuantizers = field(init=False, repr=False, compare=False)
+    _linear: ClassVar[LinearQuantizers]  # each instance has its own; no field, which asdict would show
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -7,7 +7,7 @@ import fnmatch
 import functools
 import math
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,9 @@ from torch import Tensor
 from tejit import compat
 from tejit.format_info import E4M3, E5M2
 from tejit.formats import Float8CurrentScalingQuantizer
+from tejit.recipe.plain import PlainForm
 from tejit.tensor import Quantizer
+from tejit.tensor.serialization import allow
 
 
 class Format(enum.Enum):
@@ -35,6 +37,9 @@ class Format(enum.Enum):
     def backward_dtype(self) -> torch.dtype:
         """Element type of gradients."""
         return (E4M3 if self is Format.E4M3 else E5M2).dtype
+
+
+allow(Format)
 
 
 class Variants(NamedTuple):
@@ -129,7 +134,7 @@ BACKWARD_OVERRIDES = (None, "high_precision", "dequantized")
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(PlainForm):
     """Base of all recipes. Recipes are immutable and compared by value; unknown arguments are errors.
 
     Attributes:
@@ -265,7 +270,7 @@ class Float8CurrentScaling(Recipe):
     fast_accum_dgrad: bool = False
     fast_accum_wgrad: bool = False
     # Made once, outside any graph: a compiled region then only reads it.
-    _linear: LinearQuantizers = field(init=False, repr=False, compare=False)
+    _linear: ClassVar[LinearQuantizers]  # each instance has its own; no field, which asdict would show
 
     def __post_init__(self) -> None:
         super().__post_init__()
