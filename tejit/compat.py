@@ -217,8 +217,9 @@ def refuse_tangents(*tensors: torch.Tensor | None) -> None:
     quantized function, which has no rule for it. Where no gradient is to be computed nothing else would notice."""
     if has_tangent(*tensors):
         raise NotImplementedError(
-            "forward-mode differentiation (torch.func.jvp, forward_ad) does not go through quantized products: the"
-            " tangent would be lost. Leave this call out of tejit.autocast"
+            "forward-mode differentiation (torch.func.jvp, forward_ad) does not go through quantizers and quantized"
+            " products: the tangent would be lost. Leave this call out of tejit.autocast, or quantize what"
+            " is not differentiated"
         )
 
 
@@ -296,6 +297,20 @@ def plainly_eager() -> bool:
         and not _any_transform()
         and _dispatch_modes() == 0
         and _jit_tracing_state() is None
+    )
+
+
+def is_batched(x: torch.Tensor) -> bool:
+    """Whether ``torch.func.vmap`` shows one example of this tensor, which holds all."""
+    functorch = torch._C._functorch
+    return _any_transform() and functorch.is_batchedtensor(x)
+
+
+def refuse_batch(quantizer: Any) -> NoReturn:
+    """Raises ``NotImplementedError``: a quantizer cannot see one example alone inside ``torch.func.vmap``."""
+    raise NotImplementedError(
+        f"{type(quantizer).__name__} cannot make a quantized tensor of an example inside torch.func.vmap. Quantize the"
+        " batch outside of it, or use tejit.ops.fake_quantize, which quantizes each example by itself"
     )
 
 

@@ -84,7 +84,8 @@ class QuantizedTensor(Tensor, _Mixed):
         compat.refuse_jit_tracing("what a quantized tensor stands for")
         self._require_data()
         nominal = self._dtype if dtype is None else dtype
-        if torch.is_grad_enabled() and self.requires_grad:
+        followed = torch.is_grad_enabled() and self.requires_grad
+        if followed or (not torch.compiler.is_compiling() and compat.has_tangent(self)):
             return _Dequantize.apply(self, nominal)
         return self._dequantize(nominal)
 
@@ -251,9 +252,21 @@ class _Dequantize(torch.autograd.Function):
     """Straight-through: the gradient of the values is the gradient of the quantized tensor."""
 
     @staticmethod
-    def forward(ctx: Any, x: QuantizedTensor, dtype: torch.dtype) -> Tensor:
+    def forward(x: QuantizedTensor, dtype: torch.dtype) -> Tensor:
         return x._dequantize(dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Its own, which transforms of functions (``torch.func``) ask for."""
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
+        return tangent.clone()  # no view of what came in: the values are none
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], x: Any, dtype: torch.dtype) -> tuple[Tensor, int | None]:
+        return _Dequantize.apply(x, dtype), in_dims[0]

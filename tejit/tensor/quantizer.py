@@ -339,6 +339,10 @@ class Quantizer(metaclass=compat.ValueMeta):
                 way = ": tejit.ops.quantize and tejit.ops.fake_quantize take what torch.fx traces, or use torch.compile"
             raise TypeError(f"cannot quantize a {type(x).__name__}; a torch.Tensor is needed{way}")
         compat.refuse_to_quantize(x)
+        if not torch.compiler.is_compiling():
+            compat.refuse_tangents(x)
+            if compat.is_batched(x):
+                compat.refuse_batch(self)
         compat.refuse_jit_tracing("how a tensor is quantized")
         nominal = x.dtype if dtype is None else dtype
         for name, value in (("input", x.dtype), ("dtype", nominal)):
@@ -454,9 +458,19 @@ class _Quantize(torch.autograd.Function):
     """Straight-through: the gradient of the quantized tensor is the gradient of the input."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, quantizer: Quantizer, nominal: torch.dtype, group: Any) -> Any:
+    def forward(x: Tensor, quantizer: Quantizer, nominal: torch.dtype, group: Any) -> Any:
         return quantizer._build(quantizer.quantize_inner(x.detach(), group), x, nominal)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Its own, which transforms of functions (``torch.func``) ask for."""
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return grad, None, None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], x: Any, quantizer: Quantizer, *others: Any) -> tuple[Any, None]:
+        if in_dims[0] is not None:
+            compat.refuse_batch(quantizer)
+        return _Quantize.apply(x, quantizer, *others), None

@@ -111,7 +111,7 @@ def test_86_selective_checkpoints_change_no_bit(kind, recipe, saved, early_stop)
 @pytest.mark.parametrize("saved", ["nothing", "products"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_86_compiled_regions_with_selective_checkpoints_change_no_bit(recipe, saved) -> None:
-    """In one graph, but for delayed scaling: what it notes in a module is a side effect, at which TorchDynamo breaks."""
+    """In one graph, but for delayed scaling: what it notes in a module is a side effect, where TorchDynamo breaks."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     module = MODULES["LayerNormMLP"]()
