@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from tejit import compat
 from tejit.nn import products, weights
-from tejit.nn.products import Plan, State
+from tejit.nn.products import GradOutput, Plan, State
 from tejit.tensor.quantizer import Inner
 
 
@@ -109,7 +109,7 @@ def weight_gradient(
     plan: Plan,
     main_grad: Tensor | None,
     late: Late | None,
-    g_inner: Inner,
+    grad: GradOutput,
     x_inner: Inner,
     dtype: torch.dtype,
     rows: int,
@@ -121,13 +121,13 @@ def weight_gradient(
     if late is not None and late.queue is not None:
 
         def wgrad(wanted: torch.dtype) -> Tensor:
-            return products.wgrad(plan, g_inner, x_inner, wanted, rows, columns)
+            return products.wgrad(plan, grad, x_inner, wanted, rows, columns)
 
         late.queue.append(PutOff(late.weight, main_grad, plan.accumulate, dtype, wgrad))
         return None
     if main_grad is None:
-        return products.wgrad(plan, g_inner, x_inner, dtype, rows, columns)
-    _add(main_grad, products.wgrad(plan, g_inner, x_inner, main_grad.dtype, rows, columns), plan.accumulate)
+        return products.wgrad(plan, grad, x_inner, dtype, rows, columns)
+    _add(main_grad, products.wgrad(plan, grad, x_inner, main_grad.dtype, rows, columns), plan.accumulate)
     return _in_its_place(late, (rows, columns), dtype, main_grad.device)
 
 
@@ -147,13 +147,13 @@ def product_gradients(
     rows, columns = grad_output.shape
     dgrad = wgrad = None
     if plan.needs_dgrad or plan.needs_wgrad:
-        inner = products.grad_inner(plan, grad_output, state)
+        grad = products.grad_inner(plan, grad_output, state)
         if plan.needs_dgrad:
             w_inner = weights.for_dgrad(plan, kept_w, columns, features, dtype)
-            dgrad = products.dgrad(plan, inner, w_inner, dtype, rows, features)
+            dgrad = products.dgrad(plan, grad, w_inner, dtype, rows, features)
         if plan.needs_wgrad:
             x_inner = products.input_for_wgrad(plan, kept_x, rows, features, dtype)
-            wgrad = weight_gradient(plan, main_grad, late, inner, x_inner, weight_dtype, columns, features)
+            wgrad = weight_gradient(plan, main_grad, late, grad, x_inner, weight_dtype, columns, features)
     return dgrad, wgrad
 
 

@@ -14,7 +14,7 @@ from tejit.nn import gradients, products, weights
 from tejit.nn.gradients import Late
 from tejit.nn.module import Product
 from tejit.nn.norm_linear_function import any_needs_grad
-from tejit.nn.products import NO_STATE, Plan, State
+from tejit.nn.products import NO_STATE, GradOutput, Plan, State
 from tejit.recipe import LinearQuantizers
 from tejit.recipe.recipes import linear_quantizers
 from tejit.tensor.quantizer import Inner
@@ -129,21 +129,21 @@ class _GroupedLinear(torch.autograd.Function):
         bias_grads: list[Tensor | None] = [None] * count
         for i, rows in enumerate(grad_output.split(splits)):
             plan, kept_x, kept_w = groups.plans[i], kept[2 * i], kept[2 * i + 1]
-            inner: Inner = ()
+            grad = GradOutput(())
             x_inner: Inner = ()
             if groups.empty[i]:
                 plan = compat.replaced(plan, quantizers=_NO_ROWS, needs_dgrad=False)
-                inner, x_inner = (rows,), (rows.new_empty((0, columns)),)
+                grad, x_inner = GradOutput((rows,)), (rows.new_empty((0, columns)),)
             elif plan.needs_dgrad or plan.needs_wgrad:
-                inner = products.grad_inner(plan, rows, ctx.state)
+                grad = products.grad_inner(plan, rows, ctx.state)
             if plan.needs_dgrad:
                 w_inner = weights.for_dgrad(plan, kept_w, features, columns, x_dtype)
-                dgrads.append(products.dgrad(plan, inner, w_inner, x_dtype, splits[i], columns))
+                dgrads.append(products.dgrad(plan, grad, w_inner, x_dtype, splits[i], columns))
             if plan.needs_wgrad:
                 if not groups.empty[i]:
                     x_inner = products.input_for_wgrad(plan, kept_x, splits[i], columns, x_dtype)
                 wgrads[i] = gradients.weight_gradient(
-                    plan, main_grads[i], groups.lates[i], inner, x_inner, ctx.weight_dtypes[i], features, columns
+                    plan, main_grads[i], groups.lates[i], grad, x_inner, ctx.weight_dtypes[i], features, columns
                 )
             if ctx.needs_input_grad[first_bias + i]:
                 bias_grads[i] = rows.sum(0).to(ctx.bias_dtypes[i])

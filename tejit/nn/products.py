@@ -81,6 +81,20 @@ class State(NamedTuple):
 NO_STATE = State()
 
 
+class GradOutput(NamedTuple):
+    """``grad_output`` ``(M, N)`` as dgrad and wgrad read it.
+
+    Attributes:
+        inner: its buffers.
+        rows, columns: ``(M,)`` and ``(N,)``: 1, or NaN where an entry of the row or column is infinite or NaN; None
+            where nobody has to be told.
+    """
+
+    inner: Inner
+    rows: Tensor | None = None
+    columns: Tensor | None = None
+
+
 def quantized(
     quantizer: Quantizer,
     matrix: Tensor,
@@ -191,13 +205,26 @@ def input_for_wgrad(plan: Plan, kept: Inner, rows: int, columns: int, dtype: tor
     return (values(reader, reader, kept, rows, columns, quantizers.alignment, dtype),)
 
 
-def grad_inner(plan: Plan, grad_output: Tensor, state: State) -> Inner:
-    """The buffers of ``grad_output`` for the products that backward needs (at least one)."""
+def grad_inner(plan: Plan, grad_output: Tensor, state: State) -> GradOutput:
+    """``grad_output`` for the products that backward needs (at least one).
+
+    Casts saturate, so an infinity would go into them as the format's largest value, and come out finite. Scaled
+    training in float16 lives on seeing it (``torch.amp.GradScaler`` skips the step), so there each product is told:
+    where ``nn.Linear``'s gradients are not finite, ours are not.
+    """
     quantizers = plan.quantizers
     if quantizers.backward_override is not None:
-        return (grad_output,)
+        return GradOutput((grad_output,))
     quantizer = quantizers.grad_output.needing(plan.needs_dgrad, plan.needs_wgrad)
-    return quantized(quantizer, grad_output, quantizers.alignment, plan, state, GRAD_OUTPUT)
+    inner = quantized(quantizer, grad_output, quantizers.alignment, plan, state, GRAD_OUTPUT)
+    if grad_output.dtype is not torch.float16:
+        return GradOutput(inner)
+    # Zeros, and NaN for what is not finite: on the device, where no branch has to wait for it. Not times 0, which
+    # inductor up to torch 2.13 takes for 0.
+    zeros = grad_output - grad_output
+    rows = zeros.sum(1).add_(1) if plan.needs_dgrad else None
+    columns = zeros.sum(0).add_(1) if plan.needs_wgrad else None
+    return GradOutput(inner, rows, columns)
 
 
 def fprop(
@@ -213,24 +240,31 @@ def fprop(
     return _cut_gemm(quantizers, a, b, dtype, bias, quantizers.fast_accum_fprop, rows, columns)
 
 
-def dgrad(plan: Plan, g_inner: Inner, w_inner: Inner, dtype: torch.dtype, rows: int, columns: int) -> Tensor:
+def dgrad(plan: Plan, grad: GradOutput, w_inner: Inner, dtype: torch.dtype, rows: int, columns: int) -> Tensor:
     """``dy w`` of ``(rows, columns)``, from ``grad_output`` rowwise and the weight columnwise."""
     quantizers = plan.quantizers
     if quantizers.backward_override is not None:
-        return gemm(_PLAIN.rowwise_operand(g_inner), _PLAIN.columnwise_operand(w_inner), dtype)
-    a = quantizers.grad_output.rowwise.rowwise_operand(g_inner)
+        return gemm(_PLAIN.rowwise_operand(grad.inner), _PLAIN.columnwise_operand(w_inner), dtype)
+    a = quantizers.grad_output.rowwise.rowwise_operand(grad.inner)
     b = quantizers.weight.columnwise.columnwise_operand(w_inner)
-    return _cut_gemm(quantizers, a, b, dtype, None, quantizers.fast_accum_dgrad, rows, columns)
+    out = _cut_gemm(quantizers, a, b, dtype, None, quantizers.fast_accum_dgrad, rows, columns)
+    return _told(out, grad.rows)
 
 
-def wgrad(plan: Plan, g_inner: Inner, x_inner: Inner, dtype: torch.dtype, rows: int, columns: int) -> Tensor:
+def wgrad(plan: Plan, grad: GradOutput, x_inner: Inner, dtype: torch.dtype, rows: int, columns: int) -> Tensor:
     """``dy^T x`` of ``(rows, columns)``, from columnwise operands."""
     quantizers = plan.quantizers
     if quantizers.backward_override is not None:
-        return gemm(_PLAIN.columnwise_operand(g_inner), _PLAIN.columnwise_operand(x_inner), dtype)
-    a = quantizers.grad_output.columnwise.columnwise_operand(g_inner)
+        return gemm(_PLAIN.columnwise_operand(grad.inner), _PLAIN.columnwise_operand(x_inner), dtype)
+    a = quantizers.grad_output.columnwise.columnwise_operand(grad.inner)
     b = quantizers.input.columnwise.columnwise_operand(x_inner)
-    return _cut_gemm(quantizers, a, b, dtype, None, quantizers.fast_accum_wgrad, rows, columns)
+    out = _cut_gemm(quantizers, a, b, dtype, None, quantizers.fast_accum_wgrad, rows, columns)
+    return _told(out, grad.columns)
+
+
+def _told(product: Tensor, factors: Tensor | None) -> Tensor:
+    """A product, in place, times a factor of 1 or NaN a row: not a bit of the other rows changes."""
+    return product if factors is None else product.mul_(factors[:, None])
 
 
 def _cut_gemm(
