@@ -39,6 +39,16 @@ def cut(matrix: Tensor, rows: int, columns: int) -> Tensor:
     return matrix
 
 
+def cut_out(matrix: Tensor, rows: int, columns: int) -> Tensor:
+    """:func:`cut` as a tensor of its own, which shares no memory with what was cut off: what leaves a product.
+
+    A view would keep all of it alive and in files, and autograd takes no in-place operation on an output that is one.
+    """
+    if known_zero(matrix.shape[0] - rows) and known_zero(matrix.shape[1] - columns):
+        return matrix
+    return matrix[:rows, :columns].clone(memory_format=torch.contiguous_format)
+
+
 def known_zero(amount: int) -> bool:
     """Whether an amount is 0; while compiling, whether it is for every size that the graph serves."""
     if torch.compiler.is_compiling():

@@ -180,6 +180,8 @@ class LayerNormMLP(NormedModule):
             product2,
             bias2,
         )
+        if x.dim() == 2:
+            return out, y
         return out.reshape(x.shape), None if y is None else y.reshape(x.shape)
 
     def _behind(self, low: Tensor, weight: Any, bias: Tensor | None) -> tuple[Any, Tensor | None]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from tejit import compat
 from tejit.formats import IdentityQuantizer
 from tejit.kernels.gemm import Operand, gemm
-from tejit.kernels.padding import cut, padded
+from tejit.kernels.padding import cut, cut_out, padded
 from tejit.recipe import DelayedState, LinearQuantizers
 from tejit.tensor import Quantizer
 from tejit.tensor.quantizer import Inner
@@ -279,4 +279,4 @@ def _cut_gemm(
 ) -> Tensor:
     """``a @ b.T + bias`` without what the operands were padded by."""
     out = gemm(a, b, dtype, bias, fast_accum)
-    return out if quantizers.alignment == 1 else cut(out, rows, columns)
+    return out if quantizers.alignment == 1 else cut_out(out, rows, columns)

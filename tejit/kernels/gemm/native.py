@@ -13,7 +13,7 @@ from tejit.format_info import E2M1, E4M3, E5M2, FP8_BLOCK, FP8_ELEMENTS, FP8_GEM
 from tejit.kernels import fp8_block
 from tejit.kernels.gemm.emulated import rounded
 from tejit.kernels.gemm.operand import FP8, MXFP8, NVFP4, PLAIN, Operand, factor, scaled
-from tejit.kernels.padding import cut, known_zero, padded
+from tejit.kernels.padding import cut, cut_out, known_zero, padded
 from tejit.kernels.swizzle import swizzle
 
 #: ``torch.nn.functional.ScalingType`` (whose Python function does not trace on torch 2.11) by ``block_dim``.
@@ -100,9 +100,7 @@ def _tensors(a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None
         out_dtype=out_dtype if added is None else torch.float32,
         use_fast_accum=fast_accum,
     )
-    if not whole:
-        out = cut(out, out.shape[0], n)
-    return out if added is None else rounded(out + added.to(torch.float32), out_dtype)
+    return out if whole and added is None else _finished(out, out.shape[0], n, added, out_dtype)
 
 
 def _blocks(a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
@@ -131,7 +129,7 @@ def _blocks(a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None)
         None,
         torch.bfloat16 if direct else torch.float32,
     )
-    return _finished(cut(out, m, n), bias, out_dtype)
+    return _finished(out, m, n, bias, out_dtype)
 
 
 def _mxfp8(a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
@@ -149,7 +147,7 @@ def _mxfp8(a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None) 
         _swizzled(b).view(torch.float8_e8m0fnu),
         out_dtype=out_dtype if direct else torch.float32,
     )
-    return _finished(cut(out, out.shape[0], n), bias, out_dtype)
+    return _finished(out, out.shape[0], n, bias, out_dtype)
 
 
 def _nvfp4(a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
@@ -167,7 +165,7 @@ def _nvfp4(a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None) 
         out_dtype=torch.float32,
     )
     out = cut(out, out.shape[0], n)
-    return _finished(scaled(out, factor(a), factor(b)), bias, out_dtype)
+    return _finished(scaled(out, factor(a), factor(b)), out.shape[0], n, bias, out_dtype)
 
 
 def _swizzled(operand: Operand) -> Tensor:
@@ -177,7 +175,11 @@ def _swizzled(operand: Operand) -> Tensor:
     return scales.reshape(-1)
 
 
-def _finished(out: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+def _finished(out: Tensor, rows: int, columns: int, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """The product without what its operands were padded by, a tensor of its own."""
+    if bias is None and out.dtype == out_dtype:
+        return cut_out(out, rows, columns)
+    out = cut(out, rows, columns)
     if bias is not None:
         out = out + bias.to(torch.float32)
     return rounded(out, out_dtype)
