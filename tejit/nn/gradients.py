@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from tejit import compat
-from tejit.nn import products, weights
+from tejit.nn import asked, products, weights
 from tejit.nn.products import GradOutput, Plan, State
 from tejit.tensor.quantizer import Inner
 
@@ -131,6 +130,43 @@ def weight_gradient(
     return _in_its_place(late, (rows, columns), dtype, main_grad.device)
 
 
+def narrowed(plan: Plan, dgrad: int, wgrad: int) -> Plan:
+    """The plan of a backward that is asked (``asked.of``) for these gradients at most."""
+    if (dgrad or not plan.needs_dgrad) and (wgrad or not plan.needs_wgrad):
+        return plan
+    return compat.replaced(plan, needs_dgrad=plan.needs_dgrad and dgrad > 0, needs_wgrad=plan.needs_wgrad and wgrad > 0)
+
+
+def as_asked(
+    ctx: Any,
+    arguments: Sequence[Any],
+    weight: int,
+    needed: Sequence[int],
+    dgrad: int,
+    plan: Plan,
+    main_grad: Tensor | None,
+    late: Late | None,
+) -> tuple[Plan, Tensor | None, Late | None]:
+    """What the backward that runs makes of a product's plan, and of where the weight's gradient goes.
+
+    A backward that does not ask for the weight leaves ``main_grad`` and the queue alone; so does one that returns the
+    gradient to whoever called ``torch.autograd.grad``.
+
+    Args:
+        ctx, arguments: of the autograd function, as in ``asked.of``.
+        weight: the weight's place among ``arguments``.
+        needed: what ``asked.of`` found.
+        dgrad: whether the product's input needs a gradient.
+        plan, main_grad, late: as in :func:`weight_gradient`.
+    """
+    if torch.compiler.is_compiling():
+        return plan, main_grad, late
+    plan = narrowed(plan, dgrad, needed[weight])
+    if late is not None and plan.needs_wgrad and asked.returned(ctx, arguments, weight):
+        main_grad = late = None
+    return plan, main_grad, late
+
+
 def product_gradients(
     plan: Plan,
     main_grad: Tensor | None,
@@ -169,8 +205,17 @@ class _Sent(torch.autograd.Function):
         return weight.view_as(weight)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if not torch.compiler.is_compiling():
+            if asked.returned(ctx, ("weight",), 0):
+                return grad, None, None, None
+            if torch.is_grad_enabled():
+                raise NotImplementedError(
+                    "a backward with create_graph=True reached a weight whose gradient goes into main_grad or is put off"
+                    " until backward_dw, where no second derivative follows it: use torch.autograd.grad, a backward that"
+                    " does not ask for this weight (inputs=...), or a module without fuse_wgrad_accumulation and"
+                    " delay_wgrad_compute"
+                )
         main_grad, late, accumulate = ctx.call
         if late is not None and late.queue is not None:
             late.queue.append(PutOff(late.weight, main_grad, accumulate, grad.dtype, grad.to))
@@ -184,12 +229,16 @@ def _in_its_place(late: Late | None, shape: tuple[int, ...], dtype: torch.dtype,
     if late is None or not hasattr(late.weight, "grad_added_to_main_grad"):
         return None
     mark(late.weight)
-    make = torch.zeros if getattr(late.weight, "zero_out_wgrad", False) else torch.empty
-    return make(shape, dtype=dtype, device=device)
+    # Deterministic algorithms fill what torch.empty gives with NaN, or let it be what it happens to be.
+    zeros = getattr(late.weight, "zero_out_wgrad", False) or torch.are_deterministic_algorithms_enabled()
+    return (torch.zeros if zeros else torch.empty)(shape, dtype=dtype, device=device)
 
 
 def _add(main_grad: Tensor, wgrad: Tensor, accumulate: bool) -> None:
-    if accumulate:
+    if torch.compiler.is_compiling():  # the graph's backward is one, whatever it is asked for
+        wanted = asked.main_grad_is_asked(main_grad, wgrad)
+        main_grad.copy_(torch.where(wanted, main_grad + wgrad if accumulate else wgrad, main_grad))
+    elif accumulate:
         main_grad.add_(wgrad)
     else:
         main_grad.copy_(wgrad)

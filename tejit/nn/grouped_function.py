@@ -6,11 +6,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from tejit import compat
 from tejit.formats import IdentityQuantizer
-from tejit.nn import gradients, products, weights
+from tejit.nn import asked, gradients, products, weights
 from tejit.nn.gradients import Late
 from tejit.nn.module import Product
 from tejit.nn.norm_linear_function import any_needs_grad
@@ -117,18 +116,23 @@ class _GroupedLinear(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable  # a second derivative would see the quantized operands as constants and be wrong
+    @asked.first_derivative_only
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         splits, groups, main_grads, sizes = ctx.call
         columns, x_dtype = ctx.columns, ctx.x_dtype
         kept = _pieces(ctx.saved_tensors, sizes)
         count, features = len(splits), grad_output.shape[1]
-        first_bias = 3 + len(NO_STATE) + count
+        first = 3 + len(NO_STATE)
+        arguments = ("x", None, None, *ctx.state, *ctx.weight_dtypes, *ctx.bias_dtypes)
+        needed = asked.of(ctx, arguments)
         dgrads: list[Tensor] = []
         wgrads: list[Tensor | None] = [None] * count
         bias_grads: list[Tensor | None] = [None] * count
         for i, rows in enumerate(grad_output.split(splits)):
-            plan, kept_x, kept_w = groups.plans[i], kept[2 * i], kept[2 * i + 1]
+            kept_x, kept_w = kept[2 * i], kept[2 * i + 1]
+            plan, main_grad, late = gradients.as_asked(
+                ctx, arguments, first + i, needed, needed[0], groups.plans[i], main_grads[i], groups.lates[i]
+            )
             grad = GradOutput(())
             x_inner: Inner = ()
             if groups.empty[i]:
@@ -143,15 +147,15 @@ class _GroupedLinear(torch.autograd.Function):
                 if not groups.empty[i]:
                     x_inner = products.input_for_wgrad(plan, kept_x, splits[i], columns, x_dtype)
                 wgrads[i] = gradients.weight_gradient(
-                    plan, main_grads[i], groups.lates[i], grad, x_inner, ctx.weight_dtypes[i], features, columns
+                    plan, main_grad, late, grad, x_inner, ctx.weight_dtypes[i], features, columns
                 )
-            if ctx.needs_input_grad[first_bias + i]:
+            if needed[first + count + i]:
                 bias_grads[i] = rows.sum(0).to(ctx.bias_dtypes[i])
         dgrad = None
-        if ctx.needs_input_grad[0]:
+        if needed[0]:
             dgrad = _joined(dgrads, columns, x_dtype, grad_output.device)
         others = [None] * (count + sum(groups.given))
-        return (dgrad, None, None, *products.state_grads(ctx.state), *wgrads, *bias_grads, *others)
+        return (dgrad, None, None, *products.state_grads(ctx.state, grad_output), *wgrads, *bias_grads, *others)
 
 
 def _pieces(tensors: Any, sizes: tuple[int, ...]) -> list[Any]:

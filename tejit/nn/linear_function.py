@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from tejit import compat
-from tejit.nn import gradients, products, weights
+from tejit.nn import asked, gradients, products, weights
 from tejit.nn.gradients import Late
 from tejit.nn.module import Product
 from tejit.nn.products import NO_STATE, Plan, State
@@ -73,17 +72,19 @@ class _Linear(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable  # a second derivative would see the quantized operands as constants and be wrong
+    @asked.first_derivative_only
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         plan, main_grad, late, x_buffers, given = ctx.call
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
+        needed = asked.of(ctx, ctx.dtypes)
+        product = gradients.as_asked(ctx, ctx.dtypes, 1, needed, needed[0], plan, main_grad, late)
         saved = ctx.saved_tensors
         kept_x, kept_w = saved[:x_buffers], saved[x_buffers:]
         dgrad, wgrad = gradients.product_gradients(
-            plan, main_grad, late, ctx.state, grad_output, kept_x, kept_w, ctx.features, x_dtype, weight_dtype
+            *product, ctx.state, grad_output, kept_x, kept_w, ctx.features, x_dtype, weight_dtype
         )
         bias_grad = None
-        if bias_dtype is not None and ctx.needs_input_grad[2]:
+        if bias_dtype is not None and needed[2]:
             bias_grad = grad_output.sum(0).to(bias_dtype)
-        rest = (*products.state_grads(ctx.state), *[None] * given)
+        rest = (*products.state_grads(ctx.state, grad_output), *[None] * given)
         return (dgrad, wgrad, bias_grad, None, None, None, *rest)

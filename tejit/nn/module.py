@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tejit import compat
 from tejit.format_info import HIGH_PRECISION_DTYPES
-from tejit.nn import gradients, init, products, weights
+from tejit.nn import asked, gradients, init, products, weights
 from tejit.nn.apply import KeepsAttached
 from tejit.nn.delayed_state import Delayed
 from tejit.nn.gradients import Late, PutOff
@@ -204,8 +204,11 @@ class QuantizedModule(KeepsWorkspace, Delayed, KeepsAttached, Named, nn.Module):
                 " be another one"
             )
         state, delayed = self._delayed_state(quantizers.delayed, weight.device)
-        if state.anchor is not None and not (needs_dgrad or needs_wgrad):
-            state = compat.replaced(state, anchor=None)  # it would make the output require a gradient
+        if torch.compiler.is_compiling():
+            if not (needs_dgrad or needs_wgrad):
+                state = compat.replaced(state, anchor=None)  # it would make the output require a gradient
+            elif state.anchor is None:
+                state = compat.replaced(state, anchor=asked.anchor(weight.device))
         group = self._group()
         source, usages = weights.CALL, (True, True)
         given: Inner = ()

@@ -6,10 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from tejit import compat
-from tejit.nn import fused, gradients, products, weights
+from tejit.nn import asked, fused, gradients, products, weights
 from tejit.nn.gradients import Late
 from tejit.nn.module import Product
 from tejit.nn.products import NO_STATE, Plan, State
@@ -124,25 +123,28 @@ class _NormLinear(torch.autograd.Function):
         return (out, normed.y) if norm.returned else out
 
     @staticmethod
-    @once_differentiable  # a second derivative would see the quantized operands as constants and be wrong
+    @asked.first_derivative_only
     def backward(ctx: Any, grad_output: Tensor, grad_norm: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        plan: Plan = ctx.plan
+        arguments = ("x", *ctx.dtypes)
+        needed = asked.of(ctx, arguments)
+        behind = needed[0] or needed[1] or needed[2]
+        product = gradients.as_asked(ctx, arguments, 3, needed, behind, ctx.plan, ctx.main_grad, ctx.late)
         saved, (y_buffers, w_buffers) = ctx.saved_tensors, ctx.buffers
         kept_y, kept_w = saved[:y_buffers], saved[y_buffers : y_buffers + w_buffers]
         bias_dtype = ctx.dtypes[3]
         bias_grad = None
-        if bias_dtype is not None and ctx.needs_input_grad[4]:
+        if bias_dtype is not None and needed[4]:
             bias_grad = grad_output.sum(0).to(bias_dtype)
         dtypes = (ctx.norm.dtype, ctx.dtypes[2])
         dgrad, wgrad = gradients.product_gradients(
-            plan, ctx.main_grad, ctx.late, ctx.state, grad_output, kept_y, kept_w, ctx.columns, *dtypes
+            *product, ctx.state, grad_output, kept_y, kept_w, ctx.columns, *dtypes
         )
         dx = norm_wgrad = norm_bias_grad = None
         if dgrad is not None:
             kept_x = saved[y_buffers + w_buffers :]
             dx, norm_wgrad, norm_bias_grad = norm_gradients(dgrad, grad_norm, kept_x, ctx.norm, ctx.dtypes)
         found = (dx, norm_wgrad, norm_bias_grad, wgrad, bias_grad, None, None, None, None)
-        return (*found, *products.state_grads(ctx.state), *[None] * ctx.given)
+        return (*found, *products.state_grads(ctx.state, grad_output), *[None] * ctx.given)
 
 
 def any_needs_grad(*tensors: Tensor | None) -> bool:

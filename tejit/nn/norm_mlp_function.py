@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from tejit import compat
-from tejit.nn import fused, gradients, products, weights
+from tejit.nn import asked, fused, gradients, products, weights
 from tejit.nn.gradients import Late
 from tejit.nn.module import Product
 from tejit.nn.norm_linear_function import NormPlan, any_needs_grad, norm_gradients, quantized_norm
@@ -45,10 +44,10 @@ def norm_mlp(
     parameters = (norm_weight, norm_bias, product1.weight, bias1, product2.weight, bias2)
     plans = (norm, activation, product1.plan, product2.plan)
     given = (*product1.given, *product2.given)
-    # One module's, of the product that has most of it: a graph changes no tensor that it is given twice, and a product
-    # that needs no gradient has no anchor.
-    first, second = product1.state, product2.state
-    state = second if first.scale is None or (first.anchor is None and second.anchor is not None) else first
+    # One module's, whichever of the products needs it: a graph changes no tensor that it is given twice.
+    state = product2.state if product1.state.scale is None else product1.state
+    if product2.state.anchor is not None:  # whatever needs a gradient is behind the second product or is its weight
+        state = compat.replaced(state, anchor=product2.state.anchor)
     if not any_needs_grad(x, *parameters):
         out, y, _ = _forward(x, parameters, *plans, product1.given, product2.given, state)
         return out, y
@@ -134,7 +133,7 @@ class _NormMLP(torch.autograd.Function):
         return (out, y) if norm.returned else out
 
     @staticmethod
-    @once_differentiable  # a second derivative would see the quantized operands as constants and be wrong
+    @asked.first_derivative_only
     def backward(ctx: Any, grad_output: Tensor, grad_norm: Tensor | None = None) -> tuple[Tensor | None, ...]:
         saved, groups = ctx.saved_tensors, []
         for size in ctx.sizes:
@@ -144,17 +143,27 @@ class _NormMLP(torch.autograd.Function):
         w1_dtype, b1_dtype, w2_dtype, b2_dtype = ctx.dtypes[2:]
         (features, ffn), dtype = ctx.columns, ctx.norm.dtype
         (plan1, plan2), (main1, late1, main2, late2) = ctx.plans, ctx.destinations
-        product1, product2 = (plan1, main1, late1, ctx.state), (plan2, main2, late2, ctx.state)
+        arguments = ("x", *ctx.dtypes)
+        needed = asked.of(ctx, arguments)
+        behind1 = needed[0] or needed[1] or needed[2]
+        behind2 = behind1 or needed[3] or needed[4]
+        product1 = gradients.as_asked(ctx, arguments, 3, needed, behind1, plan1, main1, late1)
+        product2 = gradients.as_asked(ctx, arguments, 5, needed, behind2, plan2, main2, late2)
+        state = ctx.state
         dx = norm_wgrad = norm_bias_grad = wgrad1 = bias_grad1 = bias_grad2 = None
-        if b2_dtype is not None and ctx.needs_input_grad[6]:
+        if b2_dtype is not None and needed[6]:
             bias_grad2 = grad_output.sum(0).to(b2_dtype)
-        dgrad, wgrad2 = gradients.product_gradients(*product2, grad_output, kept_a, kept_w2, ffn, dtype, w2_dtype)
+        dgrad, wgrad2 = gradients.product_gradients(
+            *product2, state, grad_output, kept_a, kept_w2, ffn, dtype, w2_dtype
+        )
         if dgrad is not None:
             dh = fused.activate_backward(dgrad, kept_h[0], ctx.activation)
-            if b1_dtype is not None and ctx.needs_input_grad[4]:
+            if b1_dtype is not None and needed[4]:
                 bias_grad1 = dh.sum(0).to(b1_dtype)
-            dgrad, wgrad1 = gradients.product_gradients(*product1, dh, kept_y, kept_w1, features, dtype, w1_dtype)
+            dgrad, wgrad1 = gradients.product_gradients(
+                *product1, state, dh, kept_y, kept_w1, features, dtype, w1_dtype
+            )
             if dgrad is not None:
                 dx, norm_wgrad, norm_bias_grad = norm_gradients(dgrad, grad_norm, kept_x, ctx.norm, ctx.dtypes)
         found = (dx, norm_wgrad, norm_bias_grad, wgrad1, bias_grad1, wgrad2, bias_grad2)
-        return (*found, *[None] * 9, *products.state_grads(ctx.state), *[None] * ctx.given)
+        return (*found, *[None] * 9, *products.state_grads(state, grad_output), *[None] * ctx.given)

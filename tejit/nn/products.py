@@ -17,6 +17,7 @@ from tejit import compat
 from tejit.formats import IdentityQuantizer
 from tejit.kernels.gemm import Operand, gemm
 from tejit.kernels.padding import cut, cut_out, padded
+from tejit.nn import asked
 from tejit.recipe import DelayedState, LinearQuantizers
 from tejit.tensor import Quantizer
 from tejit.tensor.quantizer import Inner
@@ -68,7 +69,8 @@ class State(NamedTuple):
     Attributes:
         scale, history: float32 ``(2 * products,)`` and ``(rows, 2 * products)``, of input and weight of each product.
         grad_scale, grad_history: float32 ``(products,)`` and ``(rows, products)``.
-        anchor: float32 ``(0,)``, whose gradient (:func:`state_grads`) tells of a compiled backward; else None.
+        anchor: float32 ``(0,)`` in a graph, also without such a state; its gradient (:func:`state_grads`) tells of a
+            compiled backward. None in eager code.
     """
 
     scale: Tensor | None = None
@@ -136,9 +138,9 @@ def _slot(plan: Plan, state: State | None, operand: int) -> tuple[Tensor, Tensor
     return scale[at : at + 1], history[0, at : at + 1]
 
 
-def state_grads(state: State) -> tuple[Tensor | None, ...]:
+def state_grads(state: State, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     """What backward returns for the state: nothing but the anchor's gradient."""
-    return (None, None, None, None, None if state.anchor is None else torch.zeros_like(state.anchor))
+    return (None, None, None, None, None if state.anchor is None else asked.anchor_grad(state.anchor, grad_output))
 
 
 def values(

@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from tejit import compat
 from tejit import device as hardware
 from tejit.format_info import E5M2, FP8_GEMM_ALIGNMENT
 from tejit.formats import Float8CurrentScalingQuantizer
 from tejit.kernels import backend
-from tejit.nn import gradients, products, weights
+from tejit.nn import asked, gradients, products, weights
 from tejit.nn.module import Product, QuantizedModule
 from tejit.nn.products import NO_STATE, Plan
 from tejit.nn.workspace import Buffers
@@ -57,7 +56,8 @@ class Ready:
         self.recipe, self.context, self.backend = recipe, (recipe, None), backend.current()
         self.forward, self.first = forward, first
         # What a graph takes with it. It lives as long as an output does, so nothing of this object's tensors is there.
-        self.of_backward = product.plan, weight.shape[1], x.dtype
+        tensors = ("x", "weight", None if bias is None else "bias")
+        self.of_backward = product.plan, weight.shape[1], x.dtype, tensors
         self.switches = _switches(module)
         self.weight, self.bias, self.x_shape, self.x_kind = weight, bias, x.shape, type(x)
         self.device, self.dtype = x.device, x.dtype
@@ -155,13 +155,23 @@ class _Product(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable  # a second derivative would see the quantized operands as constants and be wrong
+    @asked.first_derivative_only
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        (plan, features, dtype), of_x, saved = ctx.of_call, ctx.of_x, ctx.saved_tensors
+        (plan, features, dtype, tensors), of_x, saved = ctx.of_call, ctx.of_x, ctx.saved_tensors
+        x, weight, bias = asked.of(ctx, tensors)
         dgrad, wgrad = gradients.product_gradients(
-            plan, None, None, NO_STATE, grad_output, saved[:of_x], saved[of_x:], features, dtype, dtype
+            gradients.narrowed(plan, x, weight),
+            None,
+            None,
+            NO_STATE,
+            grad_output,
+            saved[:of_x],
+            saved[of_x:],
+            features,
+            dtype,
+            dtype,
         )
-        return dgrad, wgrad, grad_output.sum(0) if ctx.needs_input_grad[2] else None, None
+        return dgrad, wgrad, grad_output.sum(0) if bias else None, None
 
 
 _apply = compat.direct_apply(_Product)

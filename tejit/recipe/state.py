@@ -116,6 +116,9 @@ class DelayedState:
             self.anchor = torch.zeros(0, dtype=torch.float32, device=device, requires_grad=True)
         me = weakref.ref(self)
         self.anchor.register_hook(lambda grad: _gradient_written(me()))
+        # No hook of a leaf runs in a backward that does not ask for it; the op on the anchor's gradient calls this one.
+        anchor: Any = self.anchor
+        anchor.gradient_written = lambda: _gradient_written(me())
 
     def aside(self, scale: Tensor) -> Tensor:
         """A history ``(1, slots)`` for amax that nobody will read: of a recomputation, whose forward collected it.

@@ -282,9 +282,8 @@ def test_second_derivatives_are_refused() -> None:
     x = torch.randn(4, 16, requires_grad=True)
     with tejit.autocast():
         y = head(torch.tanh(layer(x)))
-    (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        g.pow(2).sum().backward()
+    with pytest.raises(NotImplementedError, match="first derivative only"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
 
 
 @pytest.mark.parametrize(("i", "o"), [(0, 4), (4, 0)])

@@ -358,6 +358,5 @@ def test_second_derivatives_are_refused(kind) -> None:
     x = torch.randn(4, 16, requires_grad=True)
     with tejit.autocast():
         y = module(torch.tanh(x)).square().sum()
-    (g,) = torch.autograd.grad(y, x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        g.pow(2).sum().backward()
+    with pytest.raises(NotImplementedError, match="first derivative only"):
+        torch.autograd.grad(y, x, create_graph=True)
