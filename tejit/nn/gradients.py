@@ -211,9 +211,9 @@ class _Sent(torch.autograd.Function):
                 return grad, None, None, None
             if torch.is_grad_enabled():
                 raise NotImplementedError(
-                    "a backward with create_graph=True reached a weight whose gradient goes into main_grad or is put off"
-                    " until backward_dw, where no second derivative follows it: use torch.autograd.grad, a backward that"
-                    " does not ask for this weight (inputs=...), or a module without fuse_wgrad_accumulation and"
+                    "a backward with create_graph=True reached a weight whose gradient goes into main_grad or is put"
+                    " off until backward_dw, where no second derivative follows it: use torch.autograd.grad, a backward"
+                    " that does not ask for this weight (inputs=...), or a module without fuse_wgrad_accumulation and"
                     " delay_wgrad_compute"
                 )
         main_grad, late, accumulate = ctx.call
