@@ -38,15 +38,22 @@ inline void check_cast(const Cast& cast) {
          cast.format == kDelayed ? "both" : "not to be given", "; they belong to delayed scaling (1)");
 }
 
-Four quantize_plain_fp8(const Tensor& y, const Cast& cast, bool cuda);
+Four quantize_plain_current(const Tensor& y, const Cast& cast, bool cuda);
+Four quantize_plain_delayed(const Tensor& y, const Cast& cast, bool cuda);
 Four quantize_plain_blocks(const Tensor& y, const Cast& cast, bool cuda);
 Four quantize_plain_mxfp8(const Tensor& y, const Cast& cast, bool cuda);
+
+// FP8's buffers as a fused op returns them, of what FP8's own ops return: codes, transposed codes, scale_inv.
+inline Four in_order_of_fused(const std::tuple<Tensor, Tensor, Tensor>& of_fp8, const Device& device) {
+  return {std::get<0>(of_fp8), std::get<2>(of_fp8), std::get<1>(of_fp8), empty_floats(0, device)};
+}
 
 template <bool kCuda>
 Four quantize_plain(const Tensor& y, const Cast& cast) {
   if (cast.format == kBlocks) return quantize_plain_blocks(y, cast, kCuda);
   if (cast.format == kMxfp8) return quantize_plain_mxfp8(y, cast, kCuda);
-  return quantize_plain_fp8(y, cast, kCuda);
+  if (cast.format == kDelayed) return quantize_plain_delayed(y, cast, kCuda);
+  return quantize_plain_current(y, cast, kCuda);
 }
 
 }  // namespace fused
