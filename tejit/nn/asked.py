@@ -131,7 +131,7 @@ def _anchor_name(device: torch.device) -> str | None:
 def anchor_grad(anchor: Tensor, grad_output: Tensor) -> Tensor:
     """The gradient of an anchor: nothing, of an op that raises where the graph's backward is to be differentiated."""
     # Depends on grad_output, so that the op is part of backward, and not on its values, which need not be in memory.
-    return torch.ops.tejit.first_derivative_only.default(grad_output[:0], anchor)  # type: ignore[no-any-return]
+    return torch.ops.tejit.first_derivative_only.default(grad_output[:0], anchor)
 
 
 def _first_derivative_only(grad_output: Tensor, anchor: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ def _in_double_backward() -> bool:
 def main_grad_is_asked(main_grad: Tensor, wgrad: Tensor) -> Tensor:
     """Bool ``()``, found when the graph's backward runs: whether it is asked for the gradient of the parameter with
     this ``main_grad``, to accumulate it. True where no parameter of the graph has it."""
-    return torch.ops.tejit.main_grad_is_asked.default(main_grad, wgrad[:0])  # type: ignore[no-any-return]
+    return torch.ops.tejit.main_grad_is_asked.default(main_grad, wgrad[:0])
 
 
 def _main_grad_is_asked(main_grad: Tensor, wgrad: Tensor) -> Tensor:
