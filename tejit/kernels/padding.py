@@ -46,6 +46,9 @@ def cut_out(matrix: Tensor, rows: int, columns: int) -> Tensor:
     """
     if known_zero(matrix.shape[0] - rows) and known_zero(matrix.shape[1] - columns):
         return matrix
+    if torch.compiler.is_compiling():
+        # Not a clone, which inductor takes out again: it looks at sizes and strides, not at what lies behind them.
+        return F.pad(matrix, (0, columns - matrix.shape[1], 0, rows - matrix.shape[0]))
     return matrix[:rows, :columns].clone(memory_format=torch.contiguous_format)
 
 
