@@ -405,10 +405,10 @@ def symbolic_tracer() -> Any:
     operations that reach the dispatcher (``make_fx``, ``torch.export``), which loses nothing."""
     if not fx_is_tracing():
         return None
-    code = _fx_tracing.Tracer.trace.__code__
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code is code:
+        # Known by its place and name: TorchDynamo puts a function of its own around it.
+        if frame.f_code.co_name == "trace" and frame.f_globals is vars(_fx_tracing):
             tracer = frame.f_locals.get("self")
             below = sys.modules.get("torch.fx.experimental.proxy_tensor")
             return None if below is not None and isinstance(tracer, below.PythonKeyTracer) else tracer

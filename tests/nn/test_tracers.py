@@ -238,6 +238,7 @@ class Inside(nn.Module):
 def test_84_an_autocast_inside_what_is_traced_is_refused(enabled) -> None:
     """The graph would lose it. So are one that switches off, and one around leaves of torch's that hold our modules."""
     model = nn.Sequential(Inside(enabled=enabled))
+    torch.compile(lambda x: x + 1, backend="eager")(INPUT)
     with pytest.raises(RuntimeError, match="around the call of the traced module"):
         fx.symbolic_trace(model)
     with tejit.autocast(), pytest.raises(RuntimeError, match="the graph would lose it"):
@@ -275,10 +276,14 @@ def test_84_another_thread_may_trace_meanwhile() -> None:
     assert found
 
 
+@pytest.mark.parametrize("dynamo", [False, True])
 @pytest.mark.parametrize("pre_dispatch", [False, True])
 @pytest.mark.parametrize("recipe", [name for name, recipe in RECIPES.items() if recipe is not None])
-def test_84_make_fx_records_the_operations_that_quantize(recipe, pre_dispatch) -> None:
+def test_84_make_fx_records_the_operations_that_quantize(recipe, pre_dispatch, dynamo) -> None:
+    """Also once TorchDynamo was at work, which wraps torch.fx's tracers."""
     torch.manual_seed(0)
+    if dynamo:
+        torch.compile(lambda x: x + 1, backend="eager")(INPUT)
     model = nn.Sequential(Inside(recipe=RECIPES[recipe]), nn.GELU())
     with torch.no_grad():
         graph = make_fx(model, pre_dispatch=pre_dispatch)(INPUT)
