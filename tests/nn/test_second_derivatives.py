@@ -241,7 +241,7 @@ def test_73_compiled(name, backend, recipe, donated) -> None:
             expected = REFUSED
         with pytest.raises(RuntimeError, match=expected):
             torch.autograd.grad(loss(x), x, create_graph=True)
-        if not donated:
+        if not donated and recipe != "delayed":  # retain_graph=True keeps a graph, no more
             value = loss(x)
             want = torch.autograd.grad(value, x, retain_graph=True)
             assert torch.equal(*want, *torch.autograd.grad(value, x))
