@@ -52,6 +52,9 @@ TORCH_VERSION = (int(_major), int(_minor))
 #: torch 2.11 hands the sizes of a subclass that leaves a graph as its strides too, where those are symbolic.
 OUTER_STRIDES_ARE_RIGHT = TORCH_VERSION >= (2, 13)
 
+#: torch 2.11 and 2.13 cannot take a subclass apart that has memory, and shares it with a tensor inside of it.
+INNER_TENSORS_MAY_SHARE = TORCH_VERSION >= (2, 14)
+
 F = TypeVar("F", bound=Callable[..., Any])
 NamedTupleT = TypeVar("NamedTupleT", bound=tuple[Any, ...])
 

@@ -9,7 +9,6 @@ its kind) give plain tensors: an optimizer's state made from a quantized paramet
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import types
 from collections.abc import Callable
@@ -21,7 +20,9 @@ from torch import Tensor
 from tejit import compat
 from tejit.format_info import HIGH_PRECISION_DTYPES
 from tejit.tensor.attached import PARAMETER_MARK, carry
+from tejit.tensor.dequantized_view import arguments, copied_view, gives_views, opened, writes_to
 from tejit.tensor.kept import note_write
+from tejit.tensor.modes import as_made
 from tejit.tensor.storage import QuantizedTensorStorage
 from tejit.tensor.swapping import refuse_if_held
 
@@ -86,15 +87,13 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return result
     if func is aten.copy_.default and not is_quantized(args[0]):
         return func(args[0], args[1].dequantize(), *args[2:], **kwargs)
-    if args and is_quantized(args[0]) and _gives_views(func):
-        with _as_made(args[0]):
-            return _dequantize_and_run(func, args, kwargs)
+    if args and is_quantized(args[0]) and gives_views(func):
+        with as_made(args[0]):
+            values = _dequantize_and_run(func, args, kwargs)
+            if func._schema.name == "aten::to" and (values.dtype, values.device) != (args[0].dtype, args[0].device):
+                return values  # a conversion, of torch's tensors too
+            return copied_view(args[0], values, type(args[0]).__name__)
     return _dequantize_and_run(func, args, kwargs)
-
-
-def _gives_views(func: Any) -> bool:
-    """Whether torch takes the results of ``func`` for views of an argument."""
-    return any(out.alias_info is not None and not out.alias_info.is_write for out in func._schema.returns)
 
 
 def _handles(*functions: Any) -> Callable[[Handler], Handler]:
@@ -110,21 +109,14 @@ def _handles(*functions: Any) -> Callable[[Handler], Handler]:
 @_handles(aten.detach.default, aten.alias.default)
 def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     refuse_if_held()
-    with _as_made(args[0]):
+    with as_made(args[0]):
         return args[0]._alias()
 
 
 @_handles(*VIEWS)
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    with _as_made(args[0]):
+    with as_made(args[0]):
         return args[0]._view(func, args[1:], kwargs)
-
-
-def _as_made(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
-    """A view of a normal tensor is a normal tensor in inference mode too: torch sets its version counter."""
-    if torch.is_inference_mode_enabled() and not tensor.is_inference():
-        return torch.inference_mode(False)
-    return contextlib.nullcontext()
 
 
 @_handles(aten.clone.default)
@@ -243,7 +235,7 @@ def _refuse_sharding(tensor: Any) -> None:
 
 @_handles(aten.copy_.default)
 def _copy_into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    target, source = args[0], args[1]
+    target, source = args[0], opened(args[1])
     target._require_whole("copy_")
     target._require_data()
     values: Tensor | None = None
@@ -265,31 +257,43 @@ def _dequantize_and_run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
             f"{func} got a quantized tensor. Collectives on quantized tensors are not supported; communicate the"
             " high-precision tensor, or tensor.dequantize()."
         )
-    parameters = func._schema.arguments
-    named = {parameter.name: parameter for parameter in parameters}
+    if func._schema.name == "aten::set_":
+        raise RuntimeError(
+            "set_ would make one tensor share another one's memory, and a quantized tensor has several buffers instead."
+            " Copy the values: t.copy_(values), plain.copy_(t)"
+        )
 
-    def opened(value: Any, parameter: Any) -> Any:
+    def dequantized(value: Any, parameter: Any) -> Any:
         if is_quantized(value):
             value._require_data()
-            writes = parameter.alias_info is not None and parameter.alias_info.is_write
+            writes = writes_to(parameter)
             if writes:
                 value._require_whole(func.__name__)
             values = value._dequantize(value.dtype)
+            if func is aten.as_strided.default:
+                values = _laid_out_as(value, values)
             if writes:
                 written.append((value, values))
             return values
         if isinstance(value, (list, tuple)):
-            return type(value)([opened(item, parameter) for item in value])
+            return type(value)([dequantized(item, parameter) for item in value])
         return value
 
-    new_args = [opened(value, parameter) for value, parameter in zip(args, parameters, strict=False)]
-    new_kwargs = {name: opened(value, named[name]) for name, value in kwargs.items()}
+    done = [dequantized(value, parameter) for value, parameter in arguments(func, args, kwargs)]
+    new_args, new_kwargs = done[: len(args)], dict(zip(kwargs, done[len(args) :], strict=True))
     _announce(func)
     result = func(*new_args, **new_kwargs)
     for target, values in written:
         target._known_quantizer()._write(values, target)
         note_write(target, None)
     return _restore(result, written)
+
+
+def _laid_out_as(tensor: Tensor, values: Tensor) -> Tensor:
+    """``values`` with the strides of ``tensor``: what ``as_strided`` reads depends on them."""
+    if values.stride() == tensor.stride() or any(step == 0 for step in tensor.stride()):
+        return values
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=values.dtype, device=values.device).copy_(values)
 
 
 def _restore(result: Any, written: list[tuple[Any, Tensor]]) -> Any:
@@ -308,6 +312,6 @@ def _announce(func: Any) -> None:
         return
     _announced.add(name)
     text = f"tejit: {name} has no form on quantized tensors, so it dequantizes them first (said once per operation)"
-    if _gives_views(func):
-        text += "; its result is a copy and no view: writing to it does not reach the quantized tensor"
+    if gives_views(func):
+        text += "; its result is a copy and no view: writing to it raises"
     compat.warn(text)
