@@ -26,6 +26,8 @@ from torch.fx import _symbolic_trace as _fx_tracing
 from torch.fx.proxy import Proxy as _Proxy
 from torch.utils import _python_dispatch
 
+from tejit import traced_constants
+
 # Python 3.14 evaluates annotations when they are asked for, and can be asked not to.
 try:
     import annotationlib as _annotationlib
@@ -62,8 +64,12 @@ NamedTupleT = TypeVar("NamedTupleT", bound=tuple[Any, ...])
 class ValueMeta(_OpaqueMeta, abc.ABCMeta):
     """Metaclass of classes whose instances torch.compile treats as constants.
 
-    torch 2.11 demands its own metaclass for such classes; later releases accept it.
+    torch 2.11 demands its own metaclass for such classes; later releases accept it. They are traced by the rules of
+    ``traced_constants``.
     """
+
+
+setattr(ValueMeta, traced_constants.MARK, True)
 
 
 def register_constant_class(cls: type, *, fields: Iterable[str], methods: Iterable[str]) -> None:
@@ -82,13 +88,14 @@ def register_constant_class(cls: type, *, fields: Iterable[str], methods: Iterab
     if torch._C._is_opaque_type_registered(name):
         torch._C._unregister_opaque_type(name)
     if hasattr(_opaque, "register_custom_class"):
-        _opaque.register_custom_class(cls, typ="constant")
+        _opaque.register_custom_class(cls, typ=traced_constants.Kind("constant"))
         return
     members = None
     if TORCH_VERSION < (2, 12):
         members = dict.fromkeys(fields, _opaque.MemberType.USE_REAL)
-        members.update(dict.fromkeys(methods, _opaque.MemberType.INLINED))
-    _opaque.register_opaque_type(cls, typ="value", members=members)
+        members.update(dict.fromkeys((*methods, "__call__"), _opaque.MemberType.INLINED))
+        members.update(dict.fromkeys(("__eq__", "__ne__", "__hash__"), _opaque.MemberType.USE_REAL))
+    _opaque.register_opaque_type(cls, typ=traced_constants.Kind("value"), members=members)
 
 
 def is_constant_class(cls: type) -> bool:
@@ -267,6 +274,7 @@ def late_names(package: str, places: dict[str, str]) -> tuple[Callable[[str], An
     return getattr_, dir_
 
 
+@constant_result  # guarded by torch: a graph is made anew where somebody chooses another device
 def default_device() -> torch.device | None:
     """The device chosen by ``torch.set_default_device`` or ``with torch.device(...)``, None where none was."""
     device = torch.get_default_device()

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from tejit import compat
-from tejit.tensor.quantizer import Quantizer
+from tejit.tensor.quantizer import Quantizer, is_value_class
 from tejit.tensor.serialization import allow
 
 Q = TypeVar("Q", bound=type[Quantizer])
@@ -67,8 +67,7 @@ def register_value_opaque_quantizer(cls: Q) -> Q:
 
 def is_value_opaque_quantizer(cls_or_quantizer: Any) -> bool:
     """Whether this class (or this quantizer's class) itself was registered; a subclass of a registered one is not."""
-    cls = cls_or_quantizer if isinstance(cls_or_quantizer, type) else type(cls_or_quantizer)
-    return cls.__dict__.get("_value_fields") is not None
+    return is_value_class(cls_or_quantizer if isinstance(cls_or_quantizer, type) else type(cls_or_quantizer))
 
 
 @functools.cache
@@ -138,7 +137,14 @@ def encode(quantizer: Quantizer) -> tuple[Any, ...]:
 
 
 def _require_current(cls: type) -> None:
-    """Raises ``TypeError`` where a later class took the name of ``cls``: the expression would make one of that."""
+    """Raises ``TypeError`` where ``cls`` was not registered itself, and where a later class took its name: the expression
+    would make one of that."""
+    if not is_value_class(cls):
+        raise TypeError(
+            f"{cls.__module__}.{cls.__qualname__} is compared by identity, so that a compiled graph can hold none of it:"
+            " register the class with tejit.dynamo.register_value_opaque_quantizer, or let the quantizer make bare"
+            " storages, quantizer.replace(internal=True)"
+        )
     if _registered[cls.__module__, cls.__qualname__] is not cls:
         raise TypeError(
             f"another class was registered as {cls.__module__}.{cls.__qualname__} after the class of this quantizer;"
@@ -264,6 +270,12 @@ def _equal(self: Quantizer, other: object) -> Any:
     return _key(self) == _key(typing.cast(Quantizer, other))
 
 
+def _not_equal(self: Quantizer, other: object) -> Any:
+    # Python would derive it; torch 2.11 does not in a graph.
+    equal = _equal(self, other)
+    return equal if equal is NotImplemented else not equal
+
+
 def _hash(self: Quantizer) -> int:
     return hash(_key(self)) if is_value_opaque_quantizer(self) else object.__hash__(self)
 
@@ -280,6 +292,12 @@ def _reduce(self: Quantizer) -> tuple[Any, ...]:
     return load_quantizer, (_key(self),)
 
 
-_METHODS = {"__eq__": _equal, "__hash__": _hash, "__fx_repr__": _fx_repr, "__reduce__": _reduce}
+_METHODS = {
+    "__eq__": _equal,
+    "__ne__": _not_equal,
+    "__hash__": _hash,
+    "__fx_repr__": _fx_repr,
+    "__reduce__": _reduce,
+}
 
 allow(load_quantizer)

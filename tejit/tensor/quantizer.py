@@ -270,7 +270,7 @@ class Quantizer(metaclass=compat.ValueMeta):
         return _Quantize.apply(x, self, nominal, amax_reduction_group)
 
     def __call__(self, x: Tensor, **arguments: Any) -> Any:
-        """The same as :meth:`quantize`, for eager code: TorchDynamo does not trace ``quantizer(x)``."""
+        """The same as :meth:`quantize`."""
         return self.quantize(x, **arguments)
 
     def update_quantized(
@@ -354,6 +354,9 @@ class Quantizer(metaclass=compat.ValueMeta):
 
     def _build(self, inner: Inner, like: Tensor, nominal: torch.dtype) -> Any:
         metadata = self.create_metadata(tuple(like.shape), dtype=nominal)
+        if torch.compiler.is_compiling() and not (self.internal or is_value_class(type(self))):
+            # What a tensor knows is a constant of the graph, and an object that is no value cannot be one.
+            metadata["nontensor_kwargs"] = {**metadata["nontensor_kwargs"], "quantizer": None}
         return metadata["cls"]._from_inner(self._owned(inner, like), metadata, tuple(like.shape), like.device)
 
     # -- allocation ---------------------------------------------------------------------------------------
@@ -422,6 +425,12 @@ class Quantizer(metaclass=compat.ValueMeta):
     def _check_nominal(self, dtype: torch.dtype) -> None:
         if dtype not in HIGH_PRECISION_DTYPES:
             raise TypeError(f"nominal dtype is {dtype}; it must be torch.float32, torch.bfloat16 or torch.float16")
+
+
+@compat.constant_result  # a graph cannot look into a class
+def is_value_class(cls: type) -> bool:
+    """Whether this class itself was registered as one of values; a subclass of a registered one is not."""
+    return cls.__dict__.get("_value_fields") is not None
 
 
 def checked_epsilon(value: Any) -> float:
