@@ -473,6 +473,7 @@ def in_function_forward() -> bool:
     return torch.compiler.is_compiling() or not (torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
 
 
+@constant_result  # in a graph: once, while it is traced
 def warn(text: str) -> None:
     """``UserWarning`` that points to the line of the user's, however deep in tejit or torch it comes from: to the first
     frame outside of both. (``warnings.warn`` can skip files since Python 3.12.)"""

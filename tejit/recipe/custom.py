@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
+
 from tejit import compat
 from tejit.formats import IdentityQuantizer
 from tejit.recipe.recipes import LinearQuantizers, Recipe, linear_quantizers
@@ -65,6 +67,11 @@ class CustomRecipe(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if torch.compiler.is_compiling():
+            raise RuntimeError(
+                "a CustomRecipe cannot be made inside of a compiled region: each one is a recipe of its own, and the"
+                " graph would make another with each call. Make it once, outside of the region"
+            )
         if not callable(self.qfactory):
             raise TypeError(f"qfactory is {self.qfactory!r}; it must be a function of a QuantizerRole")
         self._begin()

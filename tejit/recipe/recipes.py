@@ -99,6 +99,7 @@ class LinearQuantizers(NamedTuple):
     delayed: DelayedRule | None = None
 
 
+@compat.constant_result  # a recipe that is made inside of a compiled region has quantizers that are constants of it
 def linear_quantizers(
     input: Quantizer,
     weight: Quantizer,
@@ -108,6 +109,7 @@ def linear_quantizers(
     fast_accum_dgrad: bool = False,
     fast_accum_wgrad: bool = False,
     backward_override: str | None = None,
+    delayed: DelayedRule | None = None,
 ) -> LinearQuantizers:
     """:class:`LinearQuantizers` from one quantizer an operand."""
     return LinearQuantizers(
@@ -120,6 +122,7 @@ def linear_quantizers(
         fast_accum_wgrad=fast_accum_wgrad,
         backward_override=backward_override,
         weight_key=_key(weight),
+        delayed=delayed,
     )
 
 

@@ -289,7 +289,7 @@ class NVFP4Quantizer(Quantizer):
         """The ``(M, K)`` operand: packed codes ``(M, K/2)``."""
         row, scale_inv, _, _, amax, _ = inner
         assert row is not None
-        return self._operand(row.reshape(fp8_block.matrix_shape(tuple(row.shape))), scale_inv, amax)
+        return self._operand(row.reshape(fp8_block.matrix_shape(tuple(row.shape))), scale_inv, amax, None)
 
     def columnwise_operand(self, inner: Inner) -> Operand:
         """The ``(K, M)`` operand: packed codes ``(K, M/2)``, of the transformed values with RHT.
@@ -301,7 +301,7 @@ class NVFP4Quantizer(Quantizer):
         return self._operand(col, scale_inv, amax, self._sign_mask() if self.with_rht else None)
 
     def _operand(
-        self, codes: Tensor, scale_inv: Tensor | None, amax: Tensor | None, sign_mask: int | None = None
+        self, codes: Tensor, scale_inv: Tensor | None, amax: Tensor | None, sign_mask: int | None
     ) -> Operand:
         assert scale_inv is not None
         return Operand(

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tejit import compat
 from tejit.format_info import E2M1, E4M3, FLT_MAX, NVFP4, checked_alignment
 from tejit.kernels.fp8.reference import divide, write_unless
 from tejit.kernels.fp8_block.reference import matrix_shape
@@ -122,9 +123,15 @@ def amax(
     return row, amax_rows(rotate(matrix, sign_mask).t() if rht else matrix.t(), row_scaled)
 
 
+@compat.constant_result
+def _largest(e4m3_max: int) -> float:
+    """``6 E``: the largest value that codes times their block's scale say."""
+    return E2M1.max * e4m3_max
+
+
 def global_scales(amax: Tensor, e4m3_max: int) -> tuple[Tensor, Tensor]:
     """``(S_enc, S_dec)`` of each A: about ``6 E / A`` and its inverse; 1 where A is 0 or not finite."""
-    quotient = divide(torch.full_like(amax, E2M1.max * e4m3_max), amax).clamp(max=FLT_MAX)
+    quotient = divide(torch.full_like(amax, _largest(e4m3_max)), amax).clamp(max=FLT_MAX)
     usable = torch.isfinite(amax) & (amax > 0)
     encode = torch.where(usable, quotient, torch.ones_like(quotient))
     return encode, divide(torch.ones_like(encode), encode)
@@ -132,7 +139,7 @@ def global_scales(amax: Tensor, e4m3_max: int) -> tuple[Tensor, Tensor]:
 
 def stored_amax(amax: Tensor, e4m3_max: int) -> Tensor:
     """What the amax buffer holds: for an infinite A, the A that ``S_enc = 1`` means."""
-    return torch.where(torch.isinf(amax), torch.full_like(amax, E2M1.max * e4m3_max), amax)
+    return torch.where(torch.isinf(amax), torch.full_like(amax, _largest(e4m3_max)), amax)
 
 
 def multiplier(scales: Tensor, decode: Tensor) -> Tensor:
@@ -197,7 +204,7 @@ def _four_over_six(
 ) -> tuple[Tensor, Tensor]:
     """Codes and scales with the block's maximum at 6 or, where the summed error is strictly less, at 4."""
     base = divide(b, torch.full_like(b, E2M1.max)) * encode
-    full = torch.full_like(b, E2M1.max * e4m3_max)
+    full = torch.full_like(b, _largest(e4m3_max))
 
     def candidate(value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         scales = e4m3_bytes(value)
@@ -359,7 +366,7 @@ def values(
     factor = e4m3_values(scales)
     if amax is not None:
         large = amax > _LARGE  # 448 A may overflow where the value itself does not: the same bits, 2^-16 as large
-        constant = torch.full_like(amax, 1 / (E2M1.max * e4m3_max))
+        constant = torch.full_like(amax, 1 / _largest(e4m3_max))
         factor = factor * torch.where(large, amax * 2.0**-16, amax)[:, None]
         factor = factor * torch.where(large, constant * 2.0**16, constant)[:, None]
     return (e2m1_values(unpack(codes)) * factor).to(dtype)
@@ -370,7 +377,7 @@ _LARGE = 2.0**64
 
 def global_factor(amax: Tensor, e4m3_max: int) -> Tensor:
     """What :func:`values` without an amax leaves out: ``A * float32(1/(6 E))``."""
-    return amax * torch.full_like(amax, 1 / (E2M1.max * e4m3_max))
+    return amax * torch.full_like(amax, 1 / _largest(e4m3_max))
 
 
 def dequantize_row(
