@@ -161,9 +161,22 @@ class DelayedState:
         Every recomputation calls this: it runs in the outer backward and before the inner one, so that the outer
         one's end counts. ``queued`` is taken back by the next forward, for a backward that failed has no end.
         """
+        if torch.compiler.is_compiling():
+            _refuse_compiled_autograd()
         if not self.queued:
             self.queued = True
             _end_of_backward().states.append(self)
+
+
+@compat.constant_result  # called while tracing: what it raises ends the trace, also where graphs may break
+def _refuse_compiled_autograd() -> None:
+    """A graph of the forward has its own backward, and neither traces what asks the engine: compiled autograd does."""
+    raise NotImplementedError(
+        "DelayedScaling does not work under compiled autograd (torch._dynamo.config.compiled_autograd,"
+        " torch._dynamo.compiled_autograd): its scales roll at the end of backward, which only the eager engine tells."
+        " Call backward() without it; torch.compile of the forward compiles the backward too. Other recipes do work"
+        " under compiled autograd"
+    )
 
 
 def _all_states() -> list[DelayedState]:
