@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tejit import compat
 from tejit import device as hardware
-from tejit.tensor import QuantizedTensorStorage, Quantizer
+from tejit.tensor import QuantizedTensor, QuantizedTensorStorage, Quantizer
 
 
 @dataclass
@@ -114,16 +115,33 @@ def to_tensor_spec(tensor: Any) -> TensorSpec:
 
     Raises ``TypeError`` for anything else and for a quantized tensor that does not know its quantizer.
     """
+    if torch.compiler.is_compiling() and isinstance(tensor, QuantizedTensor):
+        # Of a tensor that was made in the graph TorchDynamo knows what torch.Tensor has, and no attribute of ours.
+        (quantizer,) = _quantizer_while_tracing(tensor)
+        if compat.CONSTANTS_MUST_BE_MADE_TO_LEAVE:
+            quantizer = quantizer._from_fields(quantizer._constructor_arguments())
+        return TensorSpec(tuple(tensor.shape), tensor.dtype, quantizer, tensor.requires_grad, tensor.device)
     if isinstance(tensor, QuantizedTensorStorage):
-        if tensor._quantizer is None:
-            raise TypeError(f"this {type(tensor).__name__} does not know its quantizer; it has no spec")
-        quantizer, bare = tensor._quantizer, not isinstance(tensor, Tensor)
-        rowwise, columnwise = quantizer.usages_of(tensor)
-        known = (quantizer.rowwise_usage, quantizer.columnwise_usage, quantizer.internal)
-        if known != (rowwise, columnwise, bare):  # where it fits, torch 2.11 traces this too
-            quantizer = quantizer.replace(rowwise_usage=rowwise, columnwise_usage=columnwise, internal=bare)
         requires_grad = isinstance(tensor, Tensor) and tensor.requires_grad
-        return TensorSpec(tuple(tensor.shape), tensor._dtype, quantizer, requires_grad, tensor.device)
+        return TensorSpec(tuple(tensor.shape), tensor._dtype, _quantizer_of(tensor), requires_grad, tensor.device)
     if isinstance(tensor, Tensor):
         return TensorSpec(tuple(tensor.shape), tensor.dtype, None, tensor.requires_grad, tensor.device)
     raise TypeError(f"{type(tensor).__name__} is neither a tensor nor a quantized storage")
+
+
+def _quantizer_of(tensor: QuantizedTensorStorage) -> Quantizer:
+    """The quantizer that would make this tensor, with the usages that its buffers serve."""
+    if tensor._quantizer is None:
+        raise TypeError(f"this {type(tensor).__name__} does not know its quantizer; it has no spec")
+    bare = not isinstance(tensor, Tensor)
+    quantizer: Quantizer = getattr(tensor._quantizer, "real_obj", tensor._quantizer)  # a tensor of a tracer's has a stand-in
+    rowwise, columnwise = quantizer.usages_of(tensor)
+    known = (quantizer.rowwise_usage, quantizer.columnwise_usage, quantizer.internal)
+    if known == (rowwise, columnwise, bare):
+        return quantizer
+    return quantizer.replace(rowwise_usage=rowwise, columnwise_usage=columnwise, internal=bare)
+
+
+@compat.constant_result  # it sees the tensor itself, which is computed for that where the graph makes it
+def _quantizer_while_tracing(tensor: QuantizedTensorStorage) -> tuple[Quantizer]:
+    return (_quantizer_of(tensor),)  # alone it would be taken for an attribute of a module
