@@ -23,7 +23,14 @@ from tejit.tensor.modes import as_made
 aten = torch.ops.aten
 
 #: Operations whose results share memory with an argument though their schemas do not say so.
-_UNSAID_VIEWS = frozenset({aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default, aten.unsafe_chunk.default})
+_UNSAID_VIEWS = frozenset(
+    {
+        aten._unsafe_view.default,
+        aten.unsafe_split.Tensor,
+        aten.unsafe_split_with_sizes.default,
+        aten.unsafe_chunk.default,
+    }
+)
 
 #: Collectives in place of which the first argument is only read; their schemas do not say which ones they write to.
 _SENDERS = frozenset({"send", "barrier"})

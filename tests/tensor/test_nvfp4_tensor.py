@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 
-from tejit import Float8CurrentScalingQuantizer, NVFP4Quantizer, NVFP4Tensor, NVFP4TensorStorage
+from tejit import Float8CurrentScalingQuantizer, NVFP4Quantizer, NVFP4Tensor, NVFP4TensorStorage, QuantizedTensor
 from tejit.format_info import NVFP4_SIGN_MASK
 from tejit.kernels import nvfp4
 from tests.common import DEVICES, DTYPES, assert_bitwise_equal, provoking
@@ -134,7 +134,7 @@ def test_other_views_dequantize() -> None:
         lambda a: a.unsqueeze(0).permute(1, 0, 2),
     ):
         got = view(t)
-        assert not isinstance(got, tejit.QuantizedTensor)
+        assert not isinstance(got, QuantizedTensor)
         assert_bitwise_equal(got.contiguous(), view(values).contiguous())
     with pytest.raises(RuntimeError, match="invalid for input of size"):
         t.view(7, 11)
