@@ -7,7 +7,7 @@ Quantizers are constants to torch (``torch._library.opaque_object``). Three thin
   twice.
 - ``q(x)``. Up to 2.14 TorchDynamo loses where the object's class comes from, asserts that it knows, and stops. 2.15
   knows, but hands the call to the graph as it is, which takes tensors only: a quantizer that makes bare storages
-  (``internal``) stops it.
+  (``internal``) stops it. So do other methods, of objects that do not come from outside of the graph.
 - On 2.11 an object's stand-in answers for the object: ``isinstance(q, Quantizer)`` is False, ``{q: 1}[r]`` finds
   nothing where ``r == q``, and of a quantizer made in the graph no method is traced. Most of that is silent.
 
@@ -40,7 +40,7 @@ MARK = "_tejit_traced_constants"
 #: Fields that are read as constants.
 _PLAIN = (bool, int, float, str, torch.dtype, type(None))
 
-#: Methods of which torch 2.11 calls the real object's.
+#: Methods of which the real object's are called, not traced.
 _REAL = ("__eq__", "__ne__", "__hash__")
 
 _ABSENT = object()
@@ -97,7 +97,7 @@ def _tracker(tx: Any, value: Any, source: Any = None) -> Any:
 def _mend_reads_and_calls(handler: Any, look_up: str) -> None:
     """Read plain fields as constants: the graph is guarded by the equality of the whole object already. Trace ``q(x)``
     as ``q.__call__(x)``, which works where the method is looked up."""
-    their_call, their_look_up = handler.call_function, getattr(handler, look_up)
+    their_call, their_method, their_look_up = handler.call_function, handler.call_method, getattr(handler, look_up)
 
     def attribute(self: Any, tx: Any, name: str) -> Any:
         value = _real(self)
@@ -112,8 +112,16 @@ def _mend_reads_and_calls(handler: Any, look_up: str) -> None:
             return their_call(self, tx, args, kwargs)
         return getattr(self, look_up)(tx, "__call__").call_function(tx, list(args), kwargs)
 
+    def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        found = inspect.getattr_static(type(_real(self)), name, None)
+        if name in _REAL or not isinstance(found, types.FunctionType) or not _is_ours(_real(self)):
+            return their_method(self, tx, name, args, kwargs)
+        functions = sys.modules["torch._dynamo.variables.functions"]
+        return functions.UserFunctionVariable(found).call_function(tx, [self, *args], kwargs)
+
     setattr(handler, look_up, attribute)
     handler.call_function = call_function
+    handler.call_method = call_method
 
 
 # -- torch 2.11 -------------------------------------------------------------------------------------------------
