@@ -37,7 +37,7 @@ LAST = (2, 15)
 #: for classes that were made before a module was reloaded.
 MARK = "_tejit_traced_constants"
 
-#: Fields that are read as constants.
+#: Fields that are read as constants, and tuples of them.
 _PLAIN = (bool, int, float, str, torch.dtype, type(None))
 
 #: Methods of which the real object's are called, not traced.
@@ -90,6 +90,10 @@ def _is_ours(value: Any) -> bool:
     return getattr(type(type(value)), MARK, False)
 
 
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, _PLAIN) or (type(value) is tuple and all(isinstance(item, _PLAIN) for item in value))
+
+
 def _tracker(tx: Any, value: Any, source: Any = None) -> Any:
     return sys.modules["torch._dynamo.variables.base"].VariableTracker.build(tx, value, source)
 
@@ -103,7 +107,7 @@ def _mend_reads_and_calls(handler: Any, look_up: str) -> None:
         value = _real(self)
         if _is_ours(value):
             found = inspect.getattr_static(value, name, _ABSENT)
-            if isinstance(found, _PLAIN):
+            if _is_plain(found):
                 return _tracker(tx, found)
         return their_look_up(self, tx, name)
 
@@ -165,7 +169,7 @@ def _mend_stand_ins(handler: Any) -> None:
 def _attribute_of(variable: Any, tx: Any, value: Any, name: str, look_up: Any) -> Any:
     source = variable.source and sys.modules["torch._dynamo.source"].AttrSource(variable.source, name)
     found = inspect.getattr_static(value, name, _ABSENT)
-    if isinstance(found, _PLAIN):
+    if _is_plain(found):
         return _tracker(tx, found)
     if name in _REAL:  # calls of the real object's, with constants
         return look_up(variable, tx, name)
