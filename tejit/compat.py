@@ -54,8 +54,8 @@ TORCH_VERSION = (int(_major), int(_minor))
 #: torch 2.11 hands the sizes of a subclass that leaves a graph as its strides too, where those are symbolic.
 OUTER_STRIDES_ARE_RIGHT = TORCH_VERSION >= (2, 13)
 
-#: From torch 2.12 on an object leaves a graph only if it came in or was made in it, not as a function's constant result;
-#: on 2.11 only if it was not made in it.
+#: From torch 2.12 on an object leaves a graph only if it came in or was made in it, not as a function's constant
+#: result; on 2.11 only if it was not made in it.
 CONSTANTS_MUST_BE_MADE_TO_LEAVE = TORCH_VERSION >= (2, 12)
 #: torch 2.11 and 2.13 cannot take a subclass apart that has memory, and shares it with a tensor inside of it.
 INNER_TENSORS_MAY_SHARE = TORCH_VERSION >= (2, 14)

@@ -134,7 +134,9 @@ def _quantizer_of(tensor: QuantizedTensorStorage) -> Quantizer:
     if tensor._quantizer is None:
         raise TypeError(f"this {type(tensor).__name__} does not know its quantizer; it has no spec")
     bare = not isinstance(tensor, Tensor)
-    quantizer: Quantizer = getattr(tensor._quantizer, "real_obj", tensor._quantizer)  # a tensor of a tracer's has a stand-in
+    quantizer: Quantizer = getattr(
+        tensor._quantizer, "real_obj", tensor._quantizer
+    )  # a tensor of a tracer's has a stand-in
     rowwise, columnwise = quantizer.usages_of(tensor)
     known = (quantizer.rowwise_usage, quantizer.columnwise_usage, quantizer.internal)
     if known == (rowwise, columnwise, bare):

@@ -137,11 +137,11 @@ def encode(quantizer: Quantizer) -> tuple[Any, ...]:
 
 
 def _require_current(cls: type) -> None:
-    """Raises ``TypeError`` where ``cls`` was not registered itself, and where a later class took its name: the expression
-    would make one of that."""
+    """Raises ``TypeError`` where ``cls`` was not registered itself, and where a later class took its name: the
+    expression would make one of that."""
     if not is_value_class(cls):
         raise TypeError(
-            f"{cls.__module__}.{cls.__qualname__} is compared by identity, so that a compiled graph can hold none of it:"
+            f"{cls.__module__}.{cls.__qualname__} is compared by identity, so a compiled graph can hold none of it:"
             " register the class with tejit.dynamo.register_value_opaque_quantizer, or let the quantizer make bare"
             " storages, quantizer.replace(internal=True)"
         )

@@ -79,9 +79,7 @@ class DelayedScaling(Recipe):
             Float8SlotQuantizer(backward),
             fast_accum_fprop=True,
             backward_override=self.backward_override,
-            delayed=DelayedRule(
-                *maxima, self.margin, self.amax_history_len, self.amax_compute_algo, self.reduce_amax
-            ),
+            delayed=DelayedRule(*maxima, self.margin, self.amax_history_len, self.amax_compute_algo, self.reduce_amax),
         )
         object.__setattr__(self, "_linear", quantizers)
 

@@ -42,6 +42,9 @@ class Quantizer(metaclass=compat.ValueMeta):
     #: Names of the fields: the annotated attributes of the class and its bases, in order.
     _fields: tuple[str, ...] = ()
 
+    #: Whether its tensors cannot say what they hold without it.
+    _tensors_need_it = False
+
     # Filled by registration (floor 4): the names that make up the value; None means identity semantics.
     _value_fields: tuple[str, ...] | None = None
 
@@ -356,6 +359,12 @@ class Quantizer(metaclass=compat.ValueMeta):
         metadata = self.create_metadata(tuple(like.shape), dtype=nominal)
         if torch.compiler.is_compiling() and not (self.internal or is_value_class(type(self))):
             # What a tensor knows is a constant of the graph, and an object that is no value cannot be one.
+            if self._tensors_need_it:
+                raise NotImplementedError(
+                    f"a {type(self).__name__} that is compared by identity (it holds live state, or its class is not"
+                    " registered) makes no tensors in a compiled graph: what they are is part of the graph. Quantize"
+                    " outside of the compiled region"
+                )
             metadata["nontensor_kwargs"] = {**metadata["nontensor_kwargs"], "quantizer": None}
         return metadata["cls"]._from_inner(self._owned(inner, like), metadata, tuple(like.shape), like.device)
 

@@ -44,6 +44,8 @@ class HybridQuantizer(Quantizer):
 
     rowwise_quantizer: Quantizer
     columnwise_quantizer: Quantizer
+
+    _tensors_need_it = True
     columnwise_source: str
 
     def __new__(cls, *arguments: Any, **keywords: Any) -> Any:

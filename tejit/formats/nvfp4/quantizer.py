@@ -300,9 +300,7 @@ class NVFP4Quantizer(Quantizer):
         assert col is not None
         return self._operand(col, scale_inv, amax, self._sign_mask() if self.with_rht else None)
 
-    def _operand(
-        self, codes: Tensor, scale_inv: Tensor | None, amax: Tensor | None, sign_mask: int | None
-    ) -> Operand:
+    def _operand(self, codes: Tensor, scale_inv: Tensor | None, amax: Tensor | None, sign_mask: int | None) -> Operand:
         assert scale_inv is not None
         return Operand(
             codes,
