@@ -14,6 +14,7 @@ from tejit.tensor import serialization
 from tejit.tensor.attached import attached
 from tejit.tensor.dispatch import dispatch
 from tejit.tensor.kept import note_write
+from tejit.tensor.parameter import QuantizedTensorMeta, quantized_for
 from tejit.tensor.storage import QuantizedTensorStorage
 from tejit.tensor.swapping import SwappedState
 
@@ -48,11 +49,14 @@ else:
     _Mixed = object
 
 
-class QuantizedTensor(Tensor, _Mixed):
+class QuantizedTensor(Tensor, _Mixed, metaclass=QuantizedTensorMeta):
     """Base of all quantized tensors: ``class Float8Tensor(QuantizedTensor, Float8TensorStorage)``.
 
     It behaves as a tensor of its nominal dtype. Operations that the format can follow keep it
     (``tejit.tensor.dispatch`` lists them), all others dequantize.
+
+    A class called with a tensor makes a parameter of it, as ``nn.Parameter(data, requires_grad)`` does
+    (``tejit.tensor.parameter.make_parameter``).
     """
 
     @staticmethod
@@ -101,29 +105,43 @@ class QuantizedTensor(Tensor, _Mixed):
     def data(self) -> Any:
         """The tensor without its autograd history, over the same buffers.
 
-        Assigning a quantized tensor of the same class, shape, dtype and device takes its buffers over; assigning
-        a plain tensor of that shape quantizes it. torch's own setter would leave the inner tensors as they were,
-        silently. Raises ``ValueError`` where they differ.
+        Assigning a quantized tensor of the same class, dtype and device takes its buffers over; assigning other values
+        quantizes them. A parameter takes their shape over too, as loaders that resize a model need it. torch's own
+        setter would leave the inner tensors as they were, silently. Raises ``ValueError`` for another dtype or device,
+        for a shape that the format cannot hold, and for another shape where this is no parameter; ``TypeError`` for
+        values in no floating dtype.
         """
         return self.detach()
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        if tuple(value.shape) != tuple(self.shape):
+        values: Tensor | None = None
+        if value.shape != self.shape and not isinstance(self, torch.nn.Parameter):
             raise ValueError(
                 f"cannot assign data of shape {tuple(value.shape)} to a {type(self).__name__} of shape"
-                f" {tuple(self.shape)}"
+                f" {tuple(self.shape)}, which is no parameter; make another tensor: quantizer(values)"
             )
-        values: Tensor | None = None
+        if value.is_meta != self.is_meta:
+            raise ValueError(
+                f"cannot assign data of {value.dtype} on {value.device} to a {type(self).__name__} on {self.device}:"
+                " one of them has no memory. Assign another parameter, module.weight ="
+                " torch.nn.Parameter(values), or give the module memory first with"
+                ' module.to_empty(device="...")'
+            )
         if type(value) is not type(self):
             values = value.detach().to(self.device)
-            value = self._known_quantizer().replace(internal=False).quantize(values, dtype=self._dtype)
+            value = quantized_for(type(self), self._known_quantizer(), values, self._dtype)
         if value.dtype != self.dtype or value.device != self.device:
             raise ValueError(
                 f"cannot assign data of {value.dtype} on {value.device} to a {type(self).__name__} of {self.dtype} on"
-                f" {self.device}"
+                f" {self.device}; convert it first: parameter.data = value.to(parameter)"
             )
-        self._take_state(value)
+        value._require_data()
+        if value.shape == self.shape:
+            self._take_state(value)
+        else:
+            self._require_whole("data")
+            self._become(value.detach())
         note_write(self, values)
 
     def _become(self, value: QuantizedTensor) -> None:
@@ -234,13 +252,29 @@ class QuantizedTensor(Tensor, _Mixed):
 
     def storage(self) -> Any:
         """Raises ``RuntimeError``: there is no one memory, but several buffers. safetensors asks for it, and would then
-        write nothing. (``untyped_storage`` and ``data_ptr`` answer as torch does for tensors without memory: compilers
-        and checkpoints ask for those, and know what it means.)"""
+        write nothing. (``untyped_storage`` answers as torch does for tensors without memory: compilers and checkpoints
+        ask for it, and know what it means.)"""
         raise RuntimeError(
             f"a {type(self).__name__} has no storage of its own. To write it where plain tensors are needed, such as"
             " safetensors, save tensor.dequantize(), and of a module tejit.plain_state_dict(module):"
             " save_file(tejit.plain_state_dict(model), path), or"
             " model.save_pretrained(path, state_dict=tejit.plain_state_dict(model)). torch.save keeps it quantized."
+        )
+
+    def data_ptr(self) -> int:
+        """The address of the first buffer, by which loaders tell tied parameters; 0 where there is no memory."""
+        buffer = next((buffer for buffer in self._inner() if buffer is not None), None)
+        if buffer is None or type(buffer) is not Tensor or buffer.is_meta:
+            return 0  # a tracer's buffers have no address
+        return buffer.data_ptr()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Raises ``RuntimeError``: numpy knows no quantized tensors. Use ``dequantize().numpy()``."""
+        raise RuntimeError(
+            f"a {type(self).__name__} of shape {tuple(self.shape)} has no form in numpy; use"
+            " tensor.dequantize().numpy(). Offload to disk writes plain values: before disk_offload or dispatch_model,"
+            " write them with accelerate.utils.offload_state_dict(folder, tejit.plain_state_dict(model)), whose folder"
+            " is then used; or offload to the CPU, which keeps parameters quantized"
         )
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
