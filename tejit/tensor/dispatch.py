@@ -4,7 +4,8 @@ Kept quantized: ``detach``, ``alias``, ``clone``, ``empty_like``, ``new_empty``,
 buffers, a floating dtype changes the nominal dtype and no byte), ``copy_`` into one, pinning, and the views
 that the format can take (:data:`VIEWS`). Everything else dequantizes, says so once per operation, and where
 the operation writes to a quantized argument quantizes the result back into it. Factories (``zeros_like`` and
-its kind) give plain tensors: an optimizer's state made from a quantized parameter is in high precision.
+its kind, and ``new_empty`` of a shape that the format cannot hold) give plain tensors: an optimizer's state made from a
+quantized parameter is in high precision.
 """
 
 from __future__ import annotations
@@ -188,6 +189,10 @@ def _fresh(like: Any, shape: tuple[int, ...], kwargs: dict[str, Any]) -> Any:
         rowwise_usage=usages["rowwise"] or like._quantizer.needs_rowwise(),
         columnwise_usage=usages["columnwise"],
     )
+    if not quantizer.is_quantizable(torch.empty(shape, dtype=dtype, device="meta")):
+        # Vectors of a matrix in blocks, such as those of spectral_norm: plain, as of every factory.
+        plain = {name: value for name, value in kwargs.items() if name != "memory_format"}
+        return torch.empty(shape, **{**plain, "dtype": dtype, "device": kwargs.get("device") or like.device})
     return quantizer.make_empty(
         shape,
         dtype=dtype,
@@ -205,6 +210,7 @@ def _fresh(like: Any, shape: tuple[int, ...], kwargs: dict[str, Any]) -> Any:
     aten.new_zeros.default,
     aten.new_ones.default,
     aten.new_full.default,
+    aten.new_empty_strided.default,
 )
 def _factory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func is aten.new_zeros.default:
