@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tejit import compat
 from tejit.format_info import HIGH_PRECISION_DTYPES
-from tejit.formats import Float8CurrentScalingQuantizer, IdentityQuantizer
+from tejit.formats import Float8CurrentScalingQuantizer
 from tejit.formats.float8.slot import Float8SlotQuantizer
 from tejit.recipe import LinearQuantizers
 from tejit.recipe.model_init import current_model_init
@@ -48,7 +48,8 @@ def quantize_parameters(module: Any, products: dict[str, str | tuple[Any, ...] |
 
 
 def weight_quantizer(module: Any, quantizers: LinearQuantizers, parameter: str) -> Quantizer | None:
-    """What quantizes a parameter of ``module``; None where the recipe leaves weights in high precision.
+    """What quantizes a parameter of ``module``; None where the recipe leaves weights in high precision without a
+    quantizer (an ``IdentityQuantizer`` that it names is one: the parameter is an ``IdentityTensor``).
 
     Under delayed scaling a parameter is scaled by its own amax: that is at hand whenever the parameter is written,
     and the scale needs no state of the module.
@@ -56,7 +57,9 @@ def weight_quantizer(module: Any, quantizers: LinearQuantizers, parameter: str) 
     quantizer = quantizers.weight.both if torch.is_grad_enabled() else quantizers.weight.rowwise
     if isinstance(quantizer, Float8SlotQuantizer):
         quantizer = Float8CurrentScalingQuantizer(quantizer.fp8_dtype, **quantizer.get_usages())
-    return None if isinstance(quantizer, IdentityQuantizer) else quantizer.replace(internal=False)
+    if quantizers.weight_is_left:
+        return None
+    return quantizer.replace(internal=False)
 
 
 def _fits(quantizer: Quantizer, weight: Tensor, multiple: int) -> bool:
@@ -75,7 +78,8 @@ def _say_it_stays(
 
 def _quantized(parameter: nn.Parameter, quantizer: Quantizer, preserve: bool) -> nn.Parameter:
     values = parameter.detach()
-    made = nn.Parameter(quantizer.quantize(values), requires_grad=parameter.requires_grad)
+    # The module computes in its own dtype, whatever an IdentityQuantizer keeps values in.
+    made = nn.Parameter(quantizer.quantize(values).to(values.dtype), requires_grad=parameter.requires_grad)
     carry(parameter, made)
     if preserve:
         made.get_high_precision_init_val = types.MethodType(get_high_precision_init_val, made)
@@ -91,7 +95,7 @@ def taken_over(placeholder: QuantizedTensor, values: nn.Parameter) -> nn.Paramet
     if values.shape != placeholder.shape or values.dtype not in HIGH_PRECISION_DTYPES:
         return values
     plain = values.detach()
-    made = nn.Parameter(quantizer.quantize(plain), requires_grad=values.requires_grad)
+    made = nn.Parameter(quantizer.quantize(plain).to(plain.dtype), requires_grad=values.requires_grad)
     for old in (placeholder, values):
         carry(old, made)
     if "get_high_precision_init_val" in vars(made):

@@ -102,9 +102,10 @@ class CustomRecipe(Recipe):
         if not any(found.values()):
             return None
         chosen = {role: IdentityQuantizer() if q is None else q for role, q in found.items()}
-        return linear_quantizers(
+        made = linear_quantizers(
             chosen["input"], chosen["weight"], chosen["grad_output"], backward_override=self.backward_override
         )
+        return made._replace(weight_is_left=found["weight"] is None)
 
 
 @compat.constant_result

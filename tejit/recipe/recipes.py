@@ -85,6 +85,7 @@ class LinearQuantizers(NamedTuple):
     ``alignment`` is what all sizes of the operands are padded to; ``fast_accum_*`` say whether a GEMM may accumulate
     in fewer bits than float32 has; ``backward_override`` is the recipe's; ``weight_key`` is equal where weights are
     quantized alike. With ``delayed`` the scales come from the module's state, which rolls by that rule.
+    ``weight_is_left`` where the recipe names no quantizer for weights: parameters then stay plain.
     """
 
     input: Variants
@@ -97,6 +98,7 @@ class LinearQuantizers(NamedTuple):
     backward_override: str | None
     weight_key: str
     delayed: DelayedRule | None = None
+    weight_is_left: bool = False
 
 
 @compat.constant_result  # a recipe that is made inside of a compiled region has quantizers that are constants of it

@@ -193,12 +193,14 @@ def _fresh(like: Any, shape: tuple[int, ...], kwargs: dict[str, Any]) -> Any:
         # Vectors of a matrix in blocks, such as those of spectral_norm: plain, as of every factory.
         plain = {name: value for name, value in kwargs.items() if name != "memory_format"}
         return torch.empty(shape, **{**plain, "dtype": dtype, "device": kwargs.get("device") or like.device})
-    return quantizer.make_empty(
+    made = quantizer.make_empty(
         shape,
         dtype=dtype,
         device=kwargs.get("device") or like.device,
         pin_memory=bool(kwargs.get("pin_memory")),
     )
+    # IdentityQuantizer has a dtype of its own; the tensor may have been given another one since.
+    return made if made.dtype == dtype else made._map(lambda buffer: buffer, fake_dtype=dtype)
 
 
 @_handles(

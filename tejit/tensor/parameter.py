@@ -91,7 +91,8 @@ def quantized_for(cls: Any, quantizer: Any, data: Tensor, nominal: torch.dtype) 
             " module.weight = torch.nn.Parameter(values); it is quantized in each call under tejit.autocast"
         )
     with torch.no_grad():
-        return quantizer.replace(internal=False).quantize(values, dtype=nominal)
+        made = quantizer.replace(internal=False).quantize(values, dtype=nominal)
+        return made if made.dtype == nominal else made.to(nominal)  # IdentityQuantizer has a dtype of its own
 
 
 def _multiple(quantizer: Any) -> int:

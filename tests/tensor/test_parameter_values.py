@@ -150,7 +150,7 @@ def test_79_a_layer_computes_with_the_values_of_another_shape(name) -> None:
     """What it kept ready of the values before is forgotten."""
     layer = tejit.Linear(128, 64, bias=False)
     layer.weight = parameter(name)
-    x = values(32, 128)
+    x = values(32, 128).to(layer.weight.dtype)
     with torch.no_grad():
         layer(x)
         layer.weight.data = values(128, 128, seed=1)
