@@ -1,4 +1,6 @@
-"""Writes the table of `docs/writes.md` by running each operation: `python docs/make_writes_table.py`, `--check` compares.
+"""Writes the table of `docs/writes.md` by running each operation: `python docs/make_writes_table.py`.
+
+With `--check` it compares instead of writing.
 
 Which operations there are depends on torch: made with 2.14.
 """
@@ -12,8 +14,8 @@ from table_page import main
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
-from tests.formats import writes  # noqa: E402
-from tests.formats.registry import CASES  # noqa: E402
+from tests.formats import writes
+from tests.formats.registry import CASES
 
 #: The columns: name in the table, name in the tests.
 FORMATS = {

@@ -21,8 +21,8 @@ pytestmark = [
     pytest.mark.full,
     pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib starts with Python 3.11"),
     pytest.mark.skipif(sys.platform != "linux", reason="the extra is empty here"),
-    # Asked by its metadata: a look for the module makes setuptools' import hook leave distutils to the standard library,
-    # and no test of this process could import setuptools any more.
+    # Asked by its metadata: a look for the module makes setuptools' import hook leave distutils to the standard
+    # library, and no test of this process could import setuptools any more.
     pytest.mark.skipif(
         not any(importlib.metadata.distributions(name="pip")), reason="there is no pip in this environment"
     ),

@@ -9,7 +9,6 @@ computed from it is plain; views of it refuse as well.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -181,9 +180,7 @@ class DequantizedView(Tensor):
     def numpy(self, *, force: bool = False) -> Any:
         """As ``torch.Tensor.numpy``; the array is read-only."""
         if self.requires_grad and not force:
-            raise RuntimeError(
-                "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead."
-            )
+            raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
         array = self._values.numpy(force=force)
         array.flags.writeable = False
         return array
@@ -246,7 +243,7 @@ def _share_memory(one: Tensor, other: Tensor) -> bool:
 
 
 def _with_own_memory(values: Tensor, storage: torch.UntypedStorage) -> Tensor:
-    """``values``, which lie in ``storage``, with the same strides in a copy of it; as they are where they lie elsewhere."""
+    """``values``, which lie in ``storage``, in a copy of it with the same strides; unchanged where they do not."""
     if values.untyped_storage().data_ptr() != storage.data_ptr():
         return values
     alone = torch.empty(0, dtype=values.dtype, device=values.device)

@@ -9,15 +9,48 @@ import warnings
 import pytest
 import torch
 
-import tejit
 from tests.formats import writes
-from tests.formats.registry import CASES, each_case
+from tests.formats.registry import each_case
 
 #: Operations that users know best: they are there on every release of torch, and were found.
-KNOWN = """add_.Tensor sub_.Tensor mul_.Tensor div_.Tensor copy_ fill_.Scalar zero_ neg_ exp_ sqrt_ normal_ uniform_
-masked_fill_.Scalar scatter_.src scatter_add_ index_copy_ index_add_ index_fill_.int_Scalar clamp_max_.Tensor lerp_.Scalar
-addcmul_ addcdiv_ pow_.Scalar sigmoid_ log_ round_ sign_ add.out mul.out cat.out mm.out _foreach_add_.Scalar _foreach_mul_.Scalar
-_foreach_copy_ _foreach_zero_ bernoulli_.float""".split()
+KNOWN = [
+    "add_.Tensor",
+    "sub_.Tensor",
+    "mul_.Tensor",
+    "div_.Tensor",
+    "copy_",
+    "fill_.Scalar",
+    "zero_",
+    "neg_",
+    "exp_",
+    "sqrt_",
+    "normal_",
+    "uniform_",
+    "masked_fill_.Scalar",
+    "scatter_.src",
+    "scatter_add_",
+    "index_copy_",
+    "index_add_",
+    "index_fill_.int_Scalar",
+    "clamp_max_.Tensor",
+    "lerp_.Scalar",
+    "addcmul_",
+    "addcdiv_",
+    "pow_.Scalar",
+    "sigmoid_",
+    "log_",
+    "round_",
+    "sign_",
+    "add.out",
+    "mul.out",
+    "cat.out",
+    "mm.out",
+    "_foreach_add_.Scalar",
+    "_foreach_mul_.Scalar",
+    "_foreach_copy_",
+    "_foreach_zero_",
+    "bernoulli_.float",
+]
 
 
 def outcomes(case, triples) -> dict:
