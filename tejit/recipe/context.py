@@ -74,7 +74,7 @@ class autocast:
     that ran with gradients enabled) and at the end of backward (gradients).
 
     One instance may be entered again after it was left, and inside itself. Works inside and outside of
-    compiled regions; returning to an earlier recipe recompiles nothing. Make recipes outside of them.
+    compiled regions; returning to an earlier recipe recompiles nothing.
     What is in force belongs to the thread, as with ``torch.autocast``: coroutines or generators that take turns in one
     thread each see what another one entered and has not left.
 

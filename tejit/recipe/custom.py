@@ -52,7 +52,7 @@ class CustomRecipe(Recipe):
             do not matter, a module takes the directions it needs.
 
     Two recipes are equal only where they are one object: what was made for one is never used for another. Make them
-    once, outside of the training loop; each is a graph of its own to ``torch.compile``.
+    once, outside of the training loop and of compiled regions; each is a graph of its own to ``torch.compile``.
 
     Raises ``TypeError`` where ``qfactory`` cannot be called or, when a module asks, returns something else.
     """

@@ -302,9 +302,25 @@ class Quantizer(metaclass=compat.ValueMeta):
                     f"quantizing into a tensor has no derivative, and the {which} requires grad;"
                     " use torch.no_grad(), or target.copy_(input), which has one"
                 )
-            if not torch.compiler.is_compiling():
-                torch.autograd.graph.increment_version(dst)
+            if torch.compiler.is_compiling():
+                return self._write_in_graph(src.detach(), dst, noop_flag, amax_reduction_group)
+            torch.autograd.graph.increment_version(dst)
         self._write(src.detach(), dst, noop_flag, amax_reduction_group)
+        return dst
+
+    def _write_in_graph(self, src: Tensor, dst: Any, noop_flag: Tensor | None, amax_reduction_group: Any) -> Any:
+        """Write by ``copy_``: a graph holds a tensor and its buffers apart, and what went into the buffers alone would
+        not be seen by what the same graph does with the tensor."""
+        if noop_flag is not None or not isinstance(dst, self.storage_metadata(dst.dtype)["cls"]):
+            self._write(src, dst, noop_flag, amax_reduction_group)  # says what does not fit
+            return dst
+        rowwise, columnwise = self.usages_of(dst)
+        maker = self
+        if (self.rowwise_usage, self.columnwise_usage, self.internal) != (rowwise, columnwise, False):
+            maker = self.replace(rowwise_usage=rowwise, columnwise_usage=columnwise, internal=False)
+        with torch.no_grad():
+            self._check_target(dst)
+            dst.copy_(maker._build(maker.quantize_inner(src.to(dst.device), amax_reduction_group), dst, dst.dtype))
         return dst
 
     def _write(
