@@ -1,5 +1,8 @@
-"""Every recipe of the library, by name, for tests that run under each of them."""
+"""Every recipe of the library, by name, for tests that run under each of them; and the context of one."""
 
+import contextlib
+
+import tejit
 from tejit.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -28,3 +31,17 @@ RECIPES: dict[str, Recipe] = {
     "NVFP4 4over6": NVFP4BlockScaling(disable_stochastic_rounding=True, four_over_six="all"),
     "NVFP4 row-scaled": NVFP4BlockScaling(disable_stochastic_rounding=True, row_scaled_activation=True),
 }
+
+#: One recipe a format, none of which draws random numbers.
+ONE_A_FORMAT: dict[str, Recipe] = {
+    "current": Float8CurrentScaling(),
+    "delayed": DelayedScaling(),
+    "block": Float8BlockScaling(),
+    "mxfp8": MXFP8BlockScaling(),
+    "nvfp4": NVFP4BlockScaling(disable_stochastic_rounding=True),
+}
+
+
+def context(recipe: Recipe | None) -> contextlib.AbstractContextManager:
+    """``tejit.autocast`` with the recipe; nothing where there is none."""
+    return contextlib.nullcontext() if recipe is None else tejit.autocast(recipe=recipe)

@@ -3,7 +3,6 @@ are those of all parts one after the other, or on each part by itself."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 
 import pytest
@@ -12,21 +11,14 @@ from torch import Tensor, nn
 
 import tejit
 from tejit.recipe import (
-    DelayedScaling,
-    Float8BlockScaling,
     Float8CurrentScaling,
     MXFP8BlockScaling,
-    NVFP4BlockScaling,
-    Recipe,
 )
+from tests.nn.recipes import ONE_A_FORMAT, context
 
 RECIPES = {
     "none": None,
-    "current": Float8CurrentScaling(),
-    "delayed": DelayedScaling(),
-    "block": Float8BlockScaling(),
-    "mxfp8": MXFP8BlockScaling(),
-    "nvfp4": NVFP4BlockScaling(disable_stochastic_rounding=True),
+    **ONE_A_FORMAT,
     "dequantized": Float8CurrentScaling(backward_override="dequantized"),
     "high_precision": MXFP8BlockScaling(backward_override="high_precision"),
 }
@@ -47,10 +39,6 @@ SEQUENCES = {
     ),
     "TransformerLayer": lambda: tejit.TransformerLayer(32, 48, 2, hidden_dropout=0.0, attention_dropout=0.0),
 }
-
-
-def context(recipe: Recipe | None) -> contextlib.AbstractContextManager:
-    return contextlib.nullcontext() if recipe is None else tejit.autocast(recipe=recipe)
 
 
 def jagged(*lengths: int, shape: tuple[int, ...] = (32,)) -> Tensor:

@@ -3,8 +3,6 @@ autocast backward is called in; the oracle is the same pass without checkpointin
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 import torch
 from torch import nn
@@ -12,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tejit
 from tejit.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
+from tests.nn.recipes import context
 
 CURRENT, MX = Float8CurrentScaling(), MXFP8BlockScaling()
 
@@ -31,10 +30,6 @@ class Experts(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.experts(x, [3, 0, 5])
-
-
-def context(recipe: Recipe | None) -> contextlib.AbstractContextManager:
-    return contextlib.nullcontext() if recipe is None else tejit.autocast(recipe=recipe)
 
 
 def gradients(module: nn.Module, run, forward: Recipe | None, backward: Recipe | None, between=lambda: None):

@@ -19,21 +19,15 @@ from torch.utils.checkpoint import (
 import tejit
 from tejit.recipe import (
     DelayedScaling,
-    Float8BlockScaling,
     Float8CurrentScaling,
-    MXFP8BlockScaling,
-    NVFP4BlockScaling,
     Recipe,
 )
+from tests.nn.recipes import ONE_A_FORMAT
 
 RECIPES = {
-    "delayed": DelayedScaling(),
+    **ONE_A_FORMAT,
     "delayed, dequantized": DelayedScaling(backward_override="dequantized"),
     "delayed for one": Float8CurrentScaling(overrides=(("*fc1", DelayedScaling()), ("first", DelayedScaling()))),
-    "current": Float8CurrentScaling(),
-    "block": Float8BlockScaling(),
-    "mxfp8": MXFP8BlockScaling(),
-    "nvfp4": NVFP4BlockScaling(disable_stochastic_rounding=True),
 }
 
 

@@ -3,7 +3,6 @@ would; ``torch.jit`` refuses it. The oracle is the model itself."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import threading
 
@@ -15,27 +14,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import tejit
 from tejit.nn.twins import TransposedLinear
-from tejit.recipe import (
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    MXFP8BlockScaling,
-    NVFP4BlockScaling,
-    Recipe,
-)
+from tests.nn.recipes import ONE_A_FORMAT, context
 
 RECIPES = {
     "none": None,
-    "current": Float8CurrentScaling(),
-    "delayed": DelayedScaling(),
-    "block": Float8BlockScaling(),
-    "mxfp8": MXFP8BlockScaling(),
-    "nvfp4": NVFP4BlockScaling(disable_stochastic_rounding=True),
+    **ONE_A_FORMAT,
 }
-
-
-def context(recipe: Recipe | None) -> contextlib.AbstractContextManager:
-    return contextlib.nullcontext() if recipe is None else tejit.autocast(recipe=recipe)
 
 
 def transposed() -> nn.Module:
