@@ -15,7 +15,7 @@ import sys
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.utils.checkpoint
@@ -48,8 +48,7 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _backward_number = torch._C._current_graph_task_id
 _jit_tracing_state = torch._C._get_tracing_state
 
-_major, _minor = torch.__version__.split(".")[:2]
-TORCH_VERSION = (int(_major), int(_minor))
+TORCH_VERSION = traced_constants.TORCH_VERSION
 
 #: torch 2.11 hands the sizes of a subclass that leaves a graph as its strides too, where those are symbolic.
 OUTER_STRIDES_ARE_RIGHT = TORCH_VERSION >= (2, 13)
@@ -314,18 +313,15 @@ def plainly_eager() -> bool:
     )
 
 
+def in_mode_or_transform() -> bool:
+    """Whether a dispatch mode (``FakeTensorMode``) or a transform of functions changes what tensors are here."""
+    return _dispatch_modes() > 0 or _any_transform()
+
+
 def is_batched(x: torch.Tensor) -> bool:
     """Whether ``torch.func.vmap`` shows one example of this tensor, which holds all."""
     functorch = torch._C._functorch
     return _any_transform() and functorch.is_batchedtensor(x)
-
-
-def refuse_batch(quantizer: Any) -> NoReturn:
-    """Raises ``NotImplementedError``: a quantizer cannot see one example alone inside ``torch.func.vmap``."""
-    raise NotImplementedError(
-        f"{type(quantizer).__name__} cannot make a quantized tensor of an example inside torch.func.vmap. Quantize the"
-        " batch outside of it, or use tejit.ops.fake_quantize, which quantizes each example by itself"
-    )
 
 
 def in_selective_checkpoint() -> bool:
@@ -348,58 +344,6 @@ def without_dispatch_modes() -> contextlib.AbstractContextManager[object]:
 def jit_is_tracing() -> bool:
     """Whether this thread runs inside ``torch.jit.trace``, which records operations of C++ and none of Python."""
     return _jit_tracing_state() is not None
-
-
-def refuse_jit(what: str) -> NoReturn:
-    """Raises ``RuntimeError``: ``torch.jit`` cannot record ``what``. Names the ways that can."""
-    raise RuntimeError(
-        f"torch.jit.trace and torch.jit.script cannot record {what}. Use torch.compile or torch.export (for ONNX,"
-        " torch.onnx.export(..., dynamo=True))"
-    )
-
-
-def refuse_jit_tracing(what: str) -> None:
-    """Raises ``RuntimeError`` inside of ``torch.jit.trace``, which would stop at an assertion of its own."""
-    if not torch.compiler.is_compiling() and jit_is_tracing():
-        refuse_jit(what)
-
-
-def refuse_layouts(x: torch.Tensor, weight: torch.Tensor | None = None) -> None:
-    """Raises ``TypeError`` where input or weight of a quantized product is no tensor of rows of numbers."""
-    for what, tensor in (("input", x), ("weight", weight)):
-        if tensor is not None and _is_of_another_kind(tensor):
-            way = _instead(tensor)
-            if tensor.layout is torch.jagged:
-                way = (
-                    "one without gaps between its parts (contiguous()) and with the features, of one size, as its last"
-                    " dimension; or its values()"
-                )
-            raise TypeError(f"the {what} is {_kind(tensor)}, which no quantized product takes; use {way}")
-
-
-def refuse_to_quantize(x: torch.Tensor) -> None:
-    """Raises ``TypeError`` for a tensor that no format can hold: nested, sparse, or quantized by torch."""
-    if _is_of_another_kind(x):
-        raise TypeError(f"cannot quantize {_kind(x)}; use {_instead(x)}")
-
-
-def _is_of_another_kind(x: torch.Tensor) -> bool:
-    return x.layout is not torch.strided or x.is_nested or x.is_quantized
-
-
-def _kind(x: torch.Tensor) -> str:
-    if x.is_nested:
-        return f"a nested tensor of layout {x.layout}"
-    return f"a tensor quantized by torch ({x.dtype})" if x.is_quantized else f"a tensor of layout {x.layout}"
-
-
-def _instead(x: torch.Tensor) -> str:
-    """What takes the place of a tensor of another kind."""
-    if x.layout is torch.jagged:
-        return "its values(), and keep its offsets()"
-    if x.is_nested:
-        return "one of layout=torch.jagged, or its parts one by one (unbind())"
-    return "x.dequantize()" if x.is_quantized else "x.to_dense()"
 
 
 def is_proxy(value: Any) -> bool:

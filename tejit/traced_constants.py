@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 _major, _minor = torch.__version__.split(".")[:2]
-_VERSION = (int(_major), int(_minor))
+TORCH_VERSION = (int(_major), int(_minor))
 
 #: The last release of torch that is mended.
 LAST = (2, 15)
@@ -72,11 +72,11 @@ def _mend() -> None:
     """Give TorchDynamo's class the methods of this file, where it is loaded and has not got them."""
     tracer = sys.modules.get(_TRACER)
     handler = next((vars(tracer)[name] for name in _HANDLERS if name in vars(tracer)), None) if tracer else None
-    if handler is None or _VERSION > LAST or MARK in vars(handler):
+    if handler is None or TORCH_VERSION > LAST or MARK in vars(handler):
         return
     look_up = "tp_getattro_impl" if hasattr(handler, "tp_getattro_impl") else "var_getattr"
     _mend_reads_and_calls(handler, look_up)
-    if _VERSION < (2, 12):
+    if TORCH_VERSION < (2, 12):
         _mend_stand_ins(handler)
     setattr(handler, MARK, True)  # last: another thread that comes in between does it once more, to the same end
 

@@ -17,6 +17,7 @@ FLOORS = {
     "tejit.format_info": 1,
     "tejit.device": 1,
     "tejit.compat": 1,
+    "tejit.refusals": 1,
     "tejit.traced_constants": 1,
     "tejit.kernels": 2,
     "tejit.tensor": 3,
@@ -33,7 +34,7 @@ FLOORS = {
 }
 
 #: The files of floor 1 are one room of facts: they may know each other, in one direction.
-FACTS = ("tejit.format_info", "tejit.device", "tejit.compat", "tejit.traced_constants")
+FACTS = ("tejit.format_info", "tejit.device", "tejit.compat", "tejit.refusals", "tejit.traced_constants")
 
 #: Imports that may stand inside a function: who, what (each with everything below it), and why.
 LAZY = {

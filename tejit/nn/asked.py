@@ -13,7 +13,7 @@ import functools
 import sys
 import types
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ def first_derivative_only(backward: F) -> F:
             raise _second_derivative()
         return backward(ctx, *grads)
 
-    return checked  # type: ignore[return-value]
+    return cast(F, checked)
 
 
 def _second_derivative() -> NotImplementedError:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tejit import compat
+from tejit import refusals
 from tejit.nn import init, inputs
 from tejit.nn.grouped_function import quantized_grouped_linear
 from tejit.nn.module import QuantizedModule, checked_dtype
@@ -149,7 +149,7 @@ class GroupedLinear(QuantizedModule):
         return (out, all_biases) if self.return_bias else out
 
     def _check_splits(self, x: Tensor, m_splits: Sequence[int]) -> None:
-        compat.refuse_layouts(x)
+        refusals.refuse_layouts(x)
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise ValueError(
                 f"the input has shape {tuple(x.shape)}; its last dimension must be in_features = {self.in_features}"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from tejit import compat
+from tejit import compat, refusals
 
 #: What :func:`other_forward` returns for an input that has no other forward.
 PLAIN: Any = object()
@@ -87,7 +87,7 @@ class Whole:
 
 
 def _refuse_jit(what: str) -> NoReturn:
-    compat.refuse_jit(
+    refusals.refuse_jit(
         f"{what}, which quantizes or not by what tejit.autocast says when it is called; tejit.convert(model,"
         ' recipe="none") turns modules back into torch\'s own'
     )

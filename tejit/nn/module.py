@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from tejit import compat
+from tejit import compat, refusals
 from tejit.format_info import HIGH_PRECISION_DTYPES
 from tejit.nn import asked, gradients, init, products, weights
 from tejit.nn.apply import KeepsAttached
@@ -151,7 +151,7 @@ class QuantizedModule(KeepsWorkspace, Delayed, KeepsAttached, Named, nn.Module):
 
         A quantized weight stays as it is; its nominal dtype counts outside of ``torch.autocast``.
         """
-        compat.refuse_layouts(x, weight)
+        refusals.refuse_layouts(x, weight)
         if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
             raise ValueError(
                 f"the input has shape {tuple(x.shape)}; its last dimension must be {features} = {weight.shape[1]}"

@@ -13,6 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from tejit import compat
+
 #: What transformers sets on each tensor that it loaded, and on each module that it has initialised.
 LOADED = "_is_hf_initialized"
 
@@ -20,7 +22,7 @@ LOADED = "_is_hf_initialized"
 def can_be_read() -> bool:
     """Whether values of tensors can be looked at here: not in a transform of functions, under a dispatch mode
     (``FakeTensorMode``) or while a CUDA graph is captured."""
-    if torch._C._len_torch_dispatch_stack() > 0 or torch._C._are_functorch_transforms_active():
+    if compat.in_mode_or_transform():
         return False
     return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 

@@ -161,8 +161,7 @@ def _is_of_another_world(buffers: Iterable[Tensor | None]) -> bool:
     """Whether a call inside of ``FakeTensorMode`` or a transform of functions left them, and this one is outside."""
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor
     left = any(buffer is not None and (isinstance(buffer, FakeTensor) or wrapped(buffer)) for buffer in buffers)
-    inside = torch._C._len_torch_dispatch_stack() > 0 or torch._C._are_functorch_transforms_active()
-    return left and not inside
+    return left and not compat.in_mode_or_transform()
 
 
 def _specs(quantizers: LinearQuantizers, weight: Tensor, both: bool) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tejit import compat
+from tejit import refusals
 from tejit.ops import library
 from tejit.tensor import Quantizer
 
@@ -20,9 +20,9 @@ _WHAT = "an op that takes a quantizer"
 
 def _check(x: Any) -> None:
     """Raises for what torch would refuse before the op is asked."""
-    compat.refuse_jit_tracing(_WHAT)
+    refusals.refuse_jit_tracing(_WHAT)
     if isinstance(x, Tensor):
-        compat.refuse_to_quantize(x)
+        refusals.refuse_to_quantize(x)
 
 
 def quantize(x: Tensor, q: Quantizer) -> list[Tensor]:
@@ -81,7 +81,7 @@ def dequantize(
 
     Raises ``ValueError`` where ``inner`` are not the inner tensors of such a tensor.
     """
-    compat.refuse_jit_tracing(_WHAT)
+    refusals.refuse_jit_tracing(_WHAT)
     return library.dequantize_op(list(inner), list(shape), q, dtype if nominal is None else nominal, dtype)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from tejit import compat
+from tejit import compat, refusals
 from tejit.tensor import serialization
 from tejit.tensor.attached import attached
 from tejit.tensor.dispatch import dispatch
@@ -85,7 +85,7 @@ class QuantizedTensor(Tensor, _Mixed, metaclass=QuantizedTensorMeta):
 
         Raises ``RuntimeError`` where the buffers were given away.
         """
-        compat.refuse_jit_tracing("what a quantized tensor stands for")
+        refusals.refuse_jit_tracing("what a quantized tensor stands for")
         self._require_data()
         nominal = self._dtype if dtype is None else dtype
         followed = torch.is_grad_enabled() and self.requires_grad

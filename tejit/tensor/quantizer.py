@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NoReturn, TypeVar, get_origin
 import torch
 from torch import Tensor
 
-from tejit import compat
+from tejit import compat, refusals
 from tejit import device as hardware
 from tejit.format_info import FLT_MAX, HIGH_PRECISION_DTYPES
 from tejit.kernels.fused import Cast, Four
@@ -357,12 +357,12 @@ class Quantizer(metaclass=compat.ValueMeta):
             if compat.is_proxy(x):
                 way = ": tejit.ops.quantize and tejit.ops.fake_quantize take what torch.fx traces, or use torch.compile"
             raise TypeError(f"cannot quantize a {type(x).__name__}; a torch.Tensor is needed{way}")
-        compat.refuse_to_quantize(x)
+        refusals.refuse_to_quantize(x)
         if not torch.compiler.is_compiling():
             compat.refuse_tangents(x)
             if compat.is_batched(x):
-                compat.refuse_batch(self)
-        compat.refuse_jit_tracing("how a tensor is quantized")
+                refusals.refuse_batch(self)
+        refusals.refuse_jit_tracing("how a tensor is quantized")
         nominal = x.dtype if dtype is None else dtype
         for name, value in (("input", x.dtype), ("dtype", nominal)):
             if value not in HIGH_PRECISION_DTYPES:
@@ -506,5 +506,5 @@ class _Quantize(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], x: Any, quantizer: Quantizer, *others: Any) -> tuple[Any, None]:
         if in_dims[0] is not None:
-            compat.refuse_batch(quantizer)
+            refusals.refuse_batch(quantizer)
         return _Quantize.apply(x, quantizer, *others), None

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from tejit import compat
+from tejit import compat, refusals
 from tejit.tensor import serialization
 from tejit.tensor.inner import collect_inner_tensors
 from tejit.tensor.quantizer import Inner, Quantizer
@@ -69,7 +69,7 @@ class QuantizedTensorStorage:
 
         Raises ``RuntimeError`` where the buffers were given away.
         """
-        compat.refuse_jit_tracing("what a quantized tensor stands for")
+        refusals.refuse_jit_tracing("what a quantized tensor stands for")
         self._require_data()
         return self._dequantize(self._dtype if dtype is None else dtype)
 

@@ -234,12 +234,12 @@ def test_it_acts_for_quantizers_alone_and_once() -> None:
     assert not any(cls.__module__.startswith("torch") for cls in ours)
 
 
-@pytest.mark.skipif(traced_constants._VERSION > traced_constants.LAST, reason="a torch that is left alone")
+@pytest.mark.skipif(traced_constants.TORCH_VERSION > traced_constants.LAST, reason="a torch that is left alone")
 def test_a_later_torch_is_left_alone(monkeypatch) -> None:
     tracer = type(sys)("tracer")
     tracer.CustomClassObjectVariable = type("CustomClassObjectVariable", (), {"call_function": None})
     monkeypatch.setitem(sys.modules, traced_constants._TRACER, tracer)
-    monkeypatch.setattr(traced_constants, "_VERSION", (traced_constants.LAST[0], traced_constants.LAST[1] + 1))
+    monkeypatch.setattr(traced_constants, "TORCH_VERSION", (traced_constants.LAST[0], traced_constants.LAST[1] + 1))
     before = dict(vars(tracer.CustomClassObjectVariable))
     traced_constants._mend()
     assert dict(vars(tracer.CustomClassObjectVariable)) == before
